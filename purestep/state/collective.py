@@ -1,0 +1,53 @@
+"""Agreement between ranks: what one rank finds wrong, every rank raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from purestep.state.placement import default_rank, default_world_size
+
+T = TypeVar("T")
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """`value` of every rank, in rank order, on every rank. `[value]` outside a process group."""
+    if default_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * default_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def from_rank_zero(function: Callable[[], T]) -> T:
+    """Call `function` on rank 0 and give its result, or its error, to every rank."""
+    result: list[Any] = [None, None]
+    if default_rank() == 0:
+        try:
+            result = [function(), None]
+        except Exception as error:
+            result = [None, error]
+    if default_world_size() > 1:
+        torch.distributed.broadcast_object_list(result, src=0)
+    if result[1] is not None:
+        raise result[1]
+    return result[0]
+
+
+def on_every_rank(function: Callable[[], T]) -> list[T]:
+    """Call `function` on every rank and give every rank all results. If it fails on any rank, all ranks raise.
+
+    Raises:
+        Exception: the error of the lowest rank that failed, on every rank.
+    """
+    try:
+        outcome: tuple[Any, Exception | None] = (function(), None)
+    except Exception as error:
+        outcome = (None, error)
+    outcomes = gather_objects(outcome)
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [result for result, _ in outcomes]

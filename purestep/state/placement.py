@@ -1,0 +1,75 @@
+"""Where a leaf's elements live: the one place that reads a DTensor's geometry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def is_dtensor(leaf: Any) -> bool:
+    """Whether `leaf` is a DTensor. Does not import `torch.distributed.tensor` for a program that never shards."""
+    return type(leaf) is not Tensor and hasattr(leaf, "_local_tensor") and hasattr(leaf, "device_mesh")
+
+
+def local_tensor(leaf: Tensor) -> Tensor:
+    """The tensor this rank holds: the local shard of a DTensor, the tensor itself otherwise."""
+    return leaf._local_tensor if is_dtensor(leaf) else leaf  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The part of a leaf that this rank holds: an axis-aligned block of the global tensor."""
+
+    local: Tensor
+    """The elements, shape (lengths of the block)."""
+    offset: tuple[int, ...]
+    """Index in the global tensor of the block's first element."""
+    shape: tuple[int, ...]
+    """Shape of the global tensor."""
+    primary: bool
+    """Whether this rank is the one that speaks for its replicas of the block."""
+    shard_groups: tuple[ProcessGroup, ...]
+    """Process groups over which the blocks add up to the whole, one a sharded mesh axis; empty when the block is whole."""
+
+
+def block_of(leaf: Tensor) -> Block:
+    """This rank's block of `leaf`.
+
+    Raises:
+        ValueError: a DTensor placement other than `Replicate` and `Shard`.
+    """
+    shape = tuple(leaf.shape)
+    if not is_dtensor(leaf):
+        return Block(leaf, (0,) * leaf.ndim, shape, default_rank() == 0, ())
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = leaf.device_mesh, leaf.placements  # type: ignore[attr-defined]
+    for placement in placements:
+        if not (placement.is_replicate() or placement.is_shard()):
+            raise ValueError(f"a state holds replicated or sharded leaves, got a DTensor placed as {placement}")
+    _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    coordinate = mesh.get_coordinate()
+    primary = all(c == 0 for c, p in zip(coordinate, placements, strict=True) if p.is_replicate())
+    groups = tuple(mesh.get_group(axis) for axis, p in enumerate(placements) if p.is_shard())
+    return Block(leaf._local_tensor, tuple(offset), shape, primary, groups)  # type: ignore[attr-defined]
+
+
+def default_rank() -> int:
+    """Rank in the default process group, 0 when there is none."""
+    return torch.distributed.get_rank() if in_process_group() else 0
+
+
+def default_world_size() -> int:
+    """Size of the default process group, 1 when there is none."""
+    return torch.distributed.get_world_size() if in_process_group() else 1
+
+
+def in_process_group() -> bool:
+    """Whether this process is one of several."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
