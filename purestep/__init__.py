@@ -1,0 +1,98 @@
+"""purestep: JAX-style functional training steps on PyTorch.
+
+`import purestep as ps`. Names load on first use, so that a program can parse its configuration, or print its help,
+without importing torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "state": (
+        "TrainState",
+        "Key",
+        "key",
+        "FrozenDict",
+        "ConsumedStateError",
+        "check_replicas",
+        "save",
+        "restore",
+        "describe",
+        "verify",
+        "Checkpoints",
+        "CheckpointError",
+    ),
+    "sharding": (
+        "ParallelismConfig",
+        "Topology",
+        "AcceleratorConfig",
+        "GradientAccumulationConfig",
+        "FSDPConfig",
+        "DDPConfig",
+        "ProcessGroupConfig",
+        "ConfigError",
+        "Runtime",
+        "start",
+        "ShardingSpec",
+        "ShardingError",
+        "Unit",
+        "Plan",
+        "PureModule",
+        "shard",
+        "init",
+        "abstract_state",
+    ),
+    "functional": (
+        "Mean",
+        "Gradients",
+        "value_and_grad",
+        "accumulate",
+        "clip_by_global_norm",
+        "global_norm",
+        "adamw",
+        "adam",
+        "sgd",
+        "chain",
+        "constant",
+        "linear",
+        "cosine",
+        "warmup_cosine",
+        "warmup_stable_decay",
+        "join",
+        "train_step",
+        "eval_step",
+        "BatchOrder",
+        "loader",
+    ),
+    "training": ("TrainConfig", "Experiment", "Run", "fit", "main"),
+}
+
+_SOURCES = {name: package for package, names in _PUBLIC.items() for name in names}
+
+__all__ = ["__version__", *_SOURCES]
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in _SOURCES:
+        value = getattr(import_module(f"{__name__}.{_SOURCES[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in (*_PUBLIC, "testing"):
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_PUBLIC, "testing"})
+
+
+if TYPE_CHECKING:
+    from purestep.functional import *  # noqa: F403
+    from purestep.sharding import *  # noqa: F403
+    from purestep.state import *  # noqa: F403
+    from purestep.training import *  # noqa: F403

@@ -1,0 +1,63 @@
+"""Where a run lives: topology, runtime, specs and plans, and modules as pure functions.
+
+Names load on first use, so that a program can parse its configuration without importing torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+_SOURCES = {
+    "ParallelismConfig": "config",
+    "Topology": "config",
+    "AcceleratorConfig": "config",
+    "GradientAccumulationConfig": "config",
+    "FSDPConfig": "config",
+    "DDPConfig": "config",
+    "ProcessGroupConfig": "config",
+    "ConfigError": "config",
+    "Runtime": "runtime",
+    "start": "runtime",
+    "ShardingSpec": "spec",
+    "ShardingError": "spec",
+    "Unit": "spec",
+    "Plan": "plan",
+    "PureModule": "pure_module",
+    "shard": "pure_module",
+    "init": "initialization",
+    "abstract_state": "initialization",
+}
+
+__all__ = list(_SOURCES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _SOURCES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"{__name__}.{_SOURCES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if TYPE_CHECKING:
+    from purestep.sharding.config import (
+        AcceleratorConfig as AcceleratorConfig,
+        ConfigError as ConfigError,
+        DDPConfig as DDPConfig,
+        FSDPConfig as FSDPConfig,
+        GradientAccumulationConfig as GradientAccumulationConfig,
+        ParallelismConfig as ParallelismConfig,
+        ProcessGroupConfig as ProcessGroupConfig,
+        Topology as Topology,
+    )
+    from purestep.sharding.initialization import abstract_state as abstract_state, init as init
+    from purestep.sharding.plan import Plan as Plan
+    from purestep.sharding.pure_module import PureModule as PureModule, shard as shard
+    from purestep.sharding.runtime import Runtime as Runtime, start as start
+    from purestep.sharding.spec import ShardingError as ShardingError, ShardingSpec as ShardingSpec, Unit as Unit

@@ -35,7 +35,7 @@ class Block:
     primary: bool
     """Whether this rank is the one that speaks for its replicas of the block."""
     shard_groups: tuple[ProcessGroup, ...]
-    """Process groups over which the blocks add up to the whole, one a sharded mesh axis; empty when the block is whole."""
+    """Process groups over which blocks add up to the whole, one a sharded mesh axis; empty when the block is whole."""
 
 
 def block_of(leaf: Tensor) -> Block:
@@ -52,7 +52,7 @@ def block_of(leaf: Tensor) -> Block:
     mesh, placements = leaf.device_mesh, leaf.placements  # type: ignore[attr-defined]
     for placement in placements:
         if not (placement.is_replicate() or placement.is_shard()):
-            raise ValueError(f"a state holds replicated or sharded leaves, got a DTensor placed as {placement}")
+            raise ValueError(f"a state holds replicated or sharded leaves, got a DTensor placed as {placement!r}")
     _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
     coordinate = mesh.get_coordinate()
     primary = all(c == 0 for c, p in zip(coordinate, placements, strict=True) if p.is_replicate())
@@ -73,3 +73,52 @@ def default_world_size() -> int:
 def in_process_group() -> bool:
     """Whether this process is one of several."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def empty_leaf(abstract: Tensor, device: torch.device | str | None = None) -> Tensor:
+    """Uninitialized storage shaped, typed and placed like `abstract` (a meta tensor or meta DTensor, say).
+
+    An uneven shard is a leading slice of storage for the largest one, since FSDP2 computes on storage padded so.
+
+    Args:
+        abstract: any leaf; only its geometry is read.
+        device: where to allocate; default the device of the mesh for a DTensor, the leaf's own otherwise.
+    """
+    if not is_dtensor(abstract):
+        return torch.empty(abstract.shape, dtype=abstract.dtype, device=device or abstract.device)
+    local, spec = abstract._local_tensor, abstract._spec  # type: ignore[attr-defined]
+    device = device or mesh_device(spec.mesh)
+    rows = local.shape[0] if local.ndim else 0
+    shards = 1
+    for axis, placement in enumerate(spec.placements):
+        if placement.is_shard(0):
+            shards *= spec.mesh.size(axis)
+    if shards > 1:
+        rows = -(-abstract.shape[0] // shards)
+    if local.ndim == 0 or rows == local.shape[0]:
+        storage = torch.empty(local.shape, dtype=local.dtype, device=device)
+    else:
+        storage = torch.zeros((rows, *local.shape[1:]), dtype=local.dtype, device=device).narrow(0, 0, local.shape[0])
+    return from_local(storage, spec)
+
+
+def from_local(local: Tensor, spec: Any) -> Tensor:
+    """The DTensor whose local shard is `local`, sharing its memory, without DTensor's dispatch or checks."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, spec, requires_grad=False)
+
+
+def mesh_device(mesh: Any) -> torch.device:
+    """The device this rank computes on in `mesh`."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def copy_block(leaf: Tensor, whole: Tensor) -> None:
+    """Write into `leaf` this rank's block of `whole`, the global tensor (any device)."""
+    block = block_of(leaf)
+    for dim, (start, length) in enumerate(zip(block.offset, block.local.shape, strict=True)):
+        whole = whole.narrow(dim, start, length)
+    block.local.copy_(whole)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from purestep.state.keys import Key
 from purestep.state.mappings import ConsumedStateError, consume, freeze, frozen_dicts
-from purestep.state.placement import local_tensor
+from purestep.state.placement import from_local, is_dtensor, local_tensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -24,8 +24,9 @@ class TrainState:
     are compared by `digest()`. A registered pytree: `torch.utils._pytree.tree_map_only(torch.Tensor, f, state)` works.
 
     Raises:
-        TypeError: a field has the wrong type, or a leaf of a tensor field is no tensor.
-        ValueError: two leaves share memory; both names are given.
+        TypeError: a field has the wrong type, a leaf of a tensor field is no tensor, or a leaf of `extra` is neither a
+            tensor nor a plain value.
+        ValueError: two leaves share memory, or have one name; the names are given.
 
     >>> import torch, purestep as ps
     >>> state = ps.TrainState(step=0, params={"w": torch.ones(2)}, buffers={}, opt_state={}, key=ps.key(0))
@@ -45,14 +46,17 @@ class TrainState:
     """Transform name -> slot -> parameter path -> tensor."""
     key: Key
     """Base key of the run; step k uses `key.fold_in(k)`."""
-    ema: Mapping[str, Tensor] | None = None
+    # A factory, because a plain default would stay behind as a class attribute and answer for a consumed state.
+    ema: Mapping[str, Tensor] | None = dataclasses.field(default_factory=lambda: None)
     """Averaged parameters, or None."""
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """A user's own leaves: any tree of dicts, lists and tuples."""
+    """A user's own leaves: any tree of dicts, lists and tuples of tensors, numbers, strings and None."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.step, bool) or not isinstance(self.step, int) or self.step < 0:
-            raise TypeError(f"TrainState.step must be a non-negative int, got {self.step!r}")
+        if isinstance(self.step, bool) or not isinstance(self.step, int):
+            raise TypeError(f"TrainState.step must be an int, got {self.step!r}")
+        if self.step < 0:
+            raise ValueError(f"TrainState.step counts updates done, got {self.step}")
         if not isinstance(self.key, Key):
             raise TypeError(f"TrainState.key must be a Key, got {type(self.key).__name__}; make one with ps.key(seed)")
         for name in _TREES:
@@ -74,7 +78,7 @@ class TrainState:
         return pytree.tree_map_only(Tensor, clone_leaf, self)
 
     def leaves(self) -> dict[str, Tensor]:
-        """Every tensor by its name, e.g. `params/blocks.0.mlp.weight`, `opt_state/adamw/exp_avg/blocks.0.mlp.weight`."""
+        """Every tensor by its name: `params/blocks.0.mlp.weight`, `opt_state/adamw/exp_avg/blocks.0.mlp.weight`."""
         leaves: dict[str, Tensor] = {}
         for name, leaf in named_leaves(self):
             if isinstance(leaf, Tensor):
@@ -104,7 +108,11 @@ class TrainState:
             return "TrainState(<consumed>)"
         counts = []
         for name in _TREES:
-            leaves = [x for x in pytree.tree_leaves(getattr(self, name)) if isinstance(x, Tensor)]
+            try:
+                leaves = [x for x in pytree.tree_leaves(getattr(self, name)) if isinstance(x, Tensor)]
+            except ConsumedStateError:  # shared with a state that was donated
+                counts.append(f"{name}=<consumed>")
+                continue
             if leaves:
                 counts.append(f"{name}={len(leaves)} leaves ({sum(x.numel() for x in leaves):,} elements)")
         return f"TrainState(step={self.step}, {', '.join(counts)}, key={self.key.hex()})"
@@ -136,7 +144,7 @@ def map_leaves(function: Callable[[str, Any], Any], state: TrainState, **changes
 
 
 def consume_state(state: TrainState, new: TrainState, consumer: str) -> None:
-    """Mark `state` consumed: its storage now belongs to `new`, which `consumer` (e.g. "train_step, step 3") returned."""
+    """Mark `state` consumed: `consumer` (e.g. "train_step, step 3") returned `new`, which owns its storage now."""
     message = (
         f"this state was donated to {consumer}, which reused its memory; keep what it returned, or hold on to the old "
         "values with state.clone() before the call, or build the step with donate=False"
@@ -155,12 +163,12 @@ def consume_state(state: TrainState, new: TrainState, consumer: str) -> None:
 
 def clone_leaf(leaf: Tensor) -> Tensor:
     """A copy of `leaf` in storage of its own, layout and (for uneven shards) the padding behind it kept."""
+    if not is_dtensor(leaf):
+        return leaf.detach().clone()
     local = local_tensor(leaf)
     padded = padded_storage(local)
-    if padded is None:
-        return leaf.detach().clone()
-    copy = padded.clone().narrow(0, 0, local.shape[0])
-    return type(leaf)(copy, leaf._spec, requires_grad=False)  # type: ignore[attr-defined,call-arg]
+    copy = local.clone() if padded is None else padded.clone().narrow(0, 0, local.shape[0])
+    return from_local(copy, leaf._spec)  # type: ignore[attr-defined]
 
 
 def padded_storage(local: Tensor) -> Tensor | None:
@@ -186,46 +194,63 @@ def _row_size(local: Tensor) -> int:
 
 def refuse_aliases(leaves: Mapping[str, Tensor]) -> None:
     """Raise when two leaves share memory: a donated step would write one through the other."""
-    by_storage: dict[tuple[int, int], list[str]] = {}
+    by_storage: dict[tuple[int, int], list[tuple[int, int, str]]] = {}
     for name, leaf in leaves.items():
         local = local_tensor(leaf)
         if local.numel() == 0:
             continue
         storage = local.untyped_storage()
         start = storage.data_ptr() if local.device.type != "meta" else storage._cdata
-        by_storage.setdefault((start, local.get_device()), []).append(name)
-    for names in by_storage.values():
-        for i, first in enumerate(names):
-            for second in names[i + 1 :]:
+        by_storage.setdefault((start, local.get_device()), []).append((*_extent(local), name))
+    for extents in by_storage.values():
+        extents.sort()
+        for i, (_, end, first) in enumerate(extents):
+            for start, _, second in extents[i + 1 :]:
+                if start >= end:
+                    break
                 if _overlap(local_tensor(leaves[first]), local_tensor(leaves[second])):
                     raise ValueError(
                         f"leaves {first!r} and {second!r} share memory; a state owns each buffer once: "
-                        f"clone one of them ({second.split('/')[0]} = tensor.clone())"
+                        "clone one of them (tensor.clone())"
                     )
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
-    if a.data_ptr() == b.data_ptr() and a.device.type != "meta":
-        return True
-    first, last = (a, b) if a.storage_offset() <= b.storage_offset() else (b, a)
-    if _end(first) <= last.storage_offset():
-        return False
-    cells = torch.arange(max(_end(a), _end(b)))
-    ours, theirs = (cells.as_strided(x.shape, x.stride(), x.storage_offset()).flatten() for x in (a, b))
-    return bool(torch.isin(ours, theirs).any())
-
-
-def _end(tensor: Tensor) -> int:
-    """One past the last storage element the tensor touches."""
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of its storage that a tensor touches, and one past the last."""
+    first = int(tensor.storage_offset())
     reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.storage_offset() + reach + 1
+    return first * tensor.itemsize, (first + reach + 1) * tensor.itemsize
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage, whose extents overlap, have a byte in common: strided ones may interleave."""
+    (a_start, a_end), (b_start, b_end) = _extent(a), _extent(b)
+    if all(x.numel() * x.itemsize == end - start for x, start, end in ((a, a_start, a_end), (b, b_start, b_end))):
+        return True
+    base, word = min(a_start, b_start), min(a.itemsize, b.itemsize)
+    cells = torch.arange((max(a_end, b_end) - base) // word)
+    ours, theirs = (
+        cells.as_strided(
+            (*x.shape, x.itemsize // word),
+            (*(stride * x.itemsize // word for stride in x.stride()), 1),
+            (start - base) // word,
+        ).flatten()
+        for x, start in ((a, a_start), (b, b_start))
+    )
+    return bool(torch.isin(ours, theirs).any())
 
 
 def _refuse_non_tensors(state: TrainState) -> None:
     for name, leaf in named_leaves(state):
-        if not isinstance(leaf, Tensor) and not name.startswith("extra/"):
+        if isinstance(leaf, Tensor):
+            continue
+        if not name.startswith("extra/"):
             raise TypeError(f"TrainState leaf {name!r} must be a tensor, got {type(leaf).__name__}")
+        if leaf is not None and type(leaf) not in (bool, int, float, str):
+            raise TypeError(
+                f"TrainState leaf {name!r} must be a tensor, a number, a string or None, got {type(leaf).__name__}: "
+                "what a state holds is digested and saved, and that type cannot be; store what it consists of"
+            )
 
 
 def _walk(prefix: str, tree: Any) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,185 @@
+"""Loss and gradient as a pure function of a state, over microbatches and data-parallel ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from purestep.functional.means import Mean
+from purestep.sharding.engines import Session
+from purestep.sharding.pure_module import PureModule
+from purestep.sharding.reduction import mean_buffers, sum_scalars
+from purestep.state.keys import Key
+from purestep.state.placement import local_tensor
+
+Loss = Callable[[Any, Any, Key], Any]
+"""`loss(model, batch, key) -> Mean | scalar | (Mean | scalar, {name: Mean | scalar})`."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a batch says about a state. Equal on every rank, but for shards of gradients."""
+
+    loss: Mean
+    """Over all microbatches and data-parallel ranks."""
+    metrics: Mapping[str, Mean]
+    """The loss function's own metrics, likewise."""
+    grads: Mapping[str, Tensor]
+    """Gradient of `loss.value` by parameter name, placed as the parameter is. No gradient: no entry."""
+    buffers: Mapping[str, Tensor]
+    """Buffers after the forward passes."""
+
+
+GradFn = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Any, Key], Gradients]
+
+
+@dataclass(frozen=True)
+class ValueAndGrad:
+    """`(params, buffers, batch, key) -> Gradients`; made by `value_and_grad`, changed by `accumulate`."""
+
+    module: PureModule
+    loss: Loss
+    microbatches: int = 1
+
+    def __call__(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, key: Key
+    ) -> Gradients:
+        """Differentiate the loss at `params` over this rank's `batch`. Collective where there are several processes."""
+        runtime = self.module.runtime
+        windows = self._windows(batch)
+        with self.module.session(params, buffers) as session:
+            sums: dict[str, Mean] = {}
+            for i, (microbatch, counts) in enumerate(windows):
+                last = i == len(windows) - 1
+                scope = key.fold_in("microbatch", i, "rank", runtime.dp_rank).scope(runtime.device)
+                with session.window(last=last), scope:
+                    total, means = self._forward(session, microbatch, key, i, counts=counts)
+                    sums = {name: sums[name] + mean if name in sums else mean for name, mean in means.items()}
+                    if last:
+                        # Before backward, so that reading the weight on the host does not wait for backward.
+                        sums = reduce_means(self.module, sums)
+                        new_buffers = mean_buffers(runtime, session.new_buffers(), buffers)
+                    session.backward(total, last=last)
+            weight = float(sums[_LOSS].weight)
+            grads = session.gradients()
+        _scale(grads, runtime.dp_size / weight if weight else 0.0)
+        loss = sums.pop(_LOSS)
+        return Gradients(loss=loss, metrics=sums, grads=grads, buffers=new_buffers)
+
+    def _windows(self, batch: Any) -> list[tuple[Any, bool]]:
+        """(microbatch, whether it counts) pairs; as many on every rank where backward is collective."""
+        if self.microbatches == 1:
+            return [(batch, True)]
+        parts = [(part, True) for part in split_batch(batch, self.microbatches)]
+        if self.module.topology.is_sharded:
+            parts += [(parts[0][0], False)] * (self.microbatches - len(parts))
+        return parts
+
+    def _forward(
+        self, session: Session, microbatch: Any, key: Key, i: int, *, counts: bool
+    ) -> tuple[Tensor, dict[str, Mean]]:
+        runtime = self.module.runtime
+        key = key.fold_in("microbatch", i, "rank", runtime.dp_rank)
+        if counts:
+            with runtime.autocast():
+                means = call_loss(self.loss, session.model, microbatch, key)
+        else:
+            with session.discarding_buffers(), runtime.autocast():
+                means = call_loss(self.loss, session.model, microbatch, key)
+            means = {name: Mean(mean.total * 0, mean.weight * 0) for name, mean in means.items()}
+        total = means[_LOSS].total
+        if not (isinstance(total, Tensor) and total.requires_grad):
+            raise ValueError("the loss does not depend on any trainable parameter: its total has no gradient")
+        return total, {name: Mean(_detached(mean.total), _detached(mean.weight)) for name, mean in means.items()}
+
+
+_LOSS = ""  # the loss among its metrics; no metric has this name
+
+
+def value_and_grad(module: PureModule, loss: Loss) -> ValueAndGrad:
+    """The gradient of a loss as a pure function of a state.
+
+    The loss optimized is sum(total) / sum(weight) over all microbatches and all data-parallel ranks, so its gradient
+    does not depend on how samples or tokens are grouped. A batch of weight zero has loss 0 and zero gradients.
+
+    Args:
+        module: from `ps.shard`.
+        loss: `loss(model, batch, key)`; `model` is the module bound to `params`, `key` is of this microbatch and rank,
+            and torch's ambient RNG is seeded from it. Returns a `Mean(total, weight)` or a scalar (weight 1), and
+            optionally a dict of such metrics.
+
+    Returns:
+        `(params, buffers, batch, key) -> Gradients`.
+
+    >>> import torch, purestep as ps
+    >>> module = ps.shard(torch.nn.Linear(1, 1, bias=False))
+    >>> grad_fn = ps.value_and_grad(module, lambda model, x, key: ps.Mean(model(x).sum(), x.shape[0]))
+    >>> out = grad_fn({"weight": torch.ones(1, 1)}, {}, torch.tensor([[1.0], [3.0]]), ps.key(0))
+    >>> float(out.loss), out.grads["weight"]
+    (2.0, tensor([[2.]]))
+    """
+    if not isinstance(module, PureModule):
+        raise TypeError(f"value_and_grad takes a module made by ps.shard, got {type(module).__name__}")
+    return ValueAndGrad(module, loss)
+
+
+def call_loss(loss: Loss, model: Any, batch: Any, key: Key) -> dict[str, Mean]:
+    """The loss (under "") and its metrics as Means."""
+    result = loss(model, batch, key)
+    value, metrics = result if isinstance(result, tuple) else (result, {})
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"a loss returns a Mean or scalar, or (that, dict of metrics); got {type(metrics).__name__} as metrics")
+    return {_LOSS: Mean.of(value), **{name: Mean.of(metric) for name, metric in metrics.items()}}
+
+
+def reduce_means(module: PureModule, means: Mapping[str, Mean]) -> dict[str, Mean]:
+    """Sum Means over ranks."""
+    if module.runtime.world_size == 1:
+        return dict(means)
+    names = sorted(means)
+    flat = sum_scalars(module.runtime, [part for name in names for part in (means[name].total, means[name].weight)])
+    return {name: Mean(flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(names)}
+
+
+def split_batch(batch: Any, parts: int) -> list[Any]:
+    """Split every tensor of a batch along its leading dim into at most `parts` runs of rows, as even as possible.
+
+    Raises:
+        ValueError: the tensors' leading dims differ, or there is no tensor to split.
+    """
+    flat, structure = pytree.tree_flatten_with_path(batch)
+    sizes = {pytree.keystr(path) or "batch": x.shape[0] for path, x in flat if isinstance(x, Tensor) and x.ndim}
+    if len(set(sizes.values())) != 1:
+        found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no tensor with a leading dim"
+        raise ValueError(f"to be split into {parts} microbatches, the tensors of a batch need one leading dim; got {found}")
+    rows = next(iter(sizes.values()))
+    parts = max(1, min(parts, rows))
+    bounds = [rows * i // parts for i in range(parts + 1)]
+    return [
+        pytree.tree_unflatten([x[start:end] if isinstance(x, Tensor) and x.ndim else x for _, x in flat], structure)
+        for start, end in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+def _scale(grads: Mapping[str, Tensor], factor: float) -> None:
+    """Multiply in place: the gradients are this call's own."""
+    local = [local_tensor(grad) for grad in grads.values()]
+    if factor == 0.0:
+        torch._foreach_zero_(local)
+    elif factor != 1.0 and local:
+        torch._foreach_mul_(local, factor)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def with_microbatches(grad_fn: ValueAndGrad, microbatches: int) -> ValueAndGrad:
+    """The same gradient, computed over `microbatches` windows."""
+    return dataclasses.replace(grad_fn, microbatches=microbatches)
