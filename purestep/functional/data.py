@@ -19,11 +19,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from purestep.state.keys import Key
 
-_ROUNDS = 20  # permutations of few samples are uniform only after about 16; see _permuted
+_ROUNDS = 20  # even; permutations of few samples are uniform only after about 16
 _MIX1, _MIX2 = (
     np.uint64(0xBF58476D1CE4E5B9),
     np.uint64(0x94D049BB133111EB),
-)  # splitmix64's finalizer (Vigna, public domain)
+)  # of splitmix64 (Vigna, public domain)
+_HALF, _DROPPED = np.uint64(32), np.uint64(11)
 
 
 @dataclass(frozen=True)
@@ -280,25 +281,25 @@ def _permuted(places: np.ndarray, size: int, round_keys: Sequence[np.uint64]) ->
     rows = math.isqrt(size) + 1
     rows += rows % 2
     cols = size // rows + 1
-    sides = (np.uint64(rows), np.uint64(cols))
-    values = places.astype(np.uint64)
-    outside = np.ones(len(values), dtype=bool)
-    while outside.any():
-        left, right = np.divmod(values[outside], sides[1])
-        for i, round_key in enumerate(round_keys):
-            if i % 2:
-                right = (right + _mixed(left + round_key) % sides[1]) % sides[1]
-            else:
-                left = (left + _mixed(right + round_key) % sides[0]) % sides[0]
-        values[outside] = left * sides[1] + right
-        outside = values >= np.uint64(size)
+    values = _walked(places.astype(np.uint64), rows, cols, round_keys)
+    while (outside := values >= size).any():
+        values[outside] = _walked(values[outside], rows, cols, round_keys)
     return values.astype(np.int64)
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
-    values = (values ^ (values >> np.uint64(30))) * _MIX1
-    values = (values ^ (values >> np.uint64(27))) * _MIX2
-    return values ^ (values >> np.uint64(31))
+def _walked(values: np.ndarray, rows: int, cols: int, round_keys: Sequence[np.uint64]) -> np.ndarray:
+    """One pass of the network: uint64 values below rows * cols, permuted."""
+    moving, other = np.divmod(values, np.uint64(cols))
+    size, other_size = np.uint64(rows), np.uint64(cols)
+    for round_key in round_keys:
+        mixed = (other + round_key) * _MIX1
+        mixed ^= mixed >> _HALF
+        mixed *= _MIX2
+        mixed >>= _DROPPED  # the upper bits are the best mixed, and leave room for the sum
+        moving = (moving + mixed) % size
+        moving, other, size, other_size = other, moving, other_size, size
+    # An even number of rounds puts the sides back where they were.
+    return moving * other_size + other
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from dataclasses import dataclass
 from typing import Any
@@ -61,17 +62,17 @@ class Mean:
 
     @property
     def value(self) -> Tensor | float:
-        """total / weight; 0 when the weight is 0. A tensor if either part is one, without waiting for the device.
+        """total / weight, in fp32 or wider; 0 when the weight is 0.
 
-        A total that is not finite stays visible at weight 0: the mean is then NaN.
+        A tensor if either part is one, without waiting for the device. A total that is not finite stays visible at
+        weight 0: the mean is then NaN.
         """
-        total, weight = self.total, self.weight
-        if isinstance(total, Tensor) or isinstance(weight, Tensor):
-            total, weight = (torch.as_tensor(x) for x in self._on_one_device())
-            empty = weight == 0
-            # The divisor is made safe before dividing: NaN in the branch not taken would still reach the gradient.
-            return torch.where(empty, total * 0, total / torch.where(empty, 1, weight))
-        return total / weight if weight else total * 0.0
+        if not isinstance(self.total, Tensor) and not isinstance(self.weight, Tensor):
+            return self.total / self.weight if self.weight else self.total * 0.0
+        total, weight = self._as_tensors()
+        empty = weight == 0
+        # The divisor is made safe before dividing: NaN in the branch not taken would still reach the gradient.
+        return torch.where(empty, total * 0, total / torch.where(empty, 1, weight))
 
     def __add__(self, other: Any) -> Mean:
         if isinstance(other, Mean):
@@ -84,13 +85,15 @@ class Mean:
     def __float__(self) -> float:
         return float(self.value)
 
-    def _on_one_device(self) -> tuple[Any, Any]:
-        """Both parts; a number takes the dtype and device that arithmetic with the other part gives it."""
-        total, weight = self.total, self.weight
-        if not isinstance(weight, Tensor):
-            weight = torch.full_like(total, weight, dtype=torch.promote_types(total.dtype, torch.float32))  # type: ignore[arg-type,union-attr]
-        if not isinstance(total, Tensor):
-            total = torch.full_like(weight, total, dtype=torch.get_default_dtype())
+    def _as_tensors(self) -> tuple[Tensor, Tensor]:
+        """Both parts in one dtype of at least fp32, a number on the device of the other part."""
+        parts = (self.total, self.weight)
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in tensors), torch.float32)
+        total, weight = (
+            part.to(dtype) if isinstance(part, Tensor) else torch.full_like(tensors[0], part, dtype=dtype)
+            for part in parts
+        )
         return total, weight
 
 

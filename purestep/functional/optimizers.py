@@ -7,6 +7,8 @@ implementation. They are elementwise, so they run on local shards and need no co
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -23,7 +25,7 @@ from purestep.functional.transforms import Leaves, Optimizer, Slots
 
 Implementation = Literal["auto", "fused", "foreach", "for-loop"]
 """Which of torch's implementations runs. They differ in the last bits. auto: fused where device and dtype allow it for
-every parameter, else foreach."""
+every parameter (and work: see `sgd`), else foreach."""
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -120,20 +122,17 @@ class _Elementwise(Optimizer):
         self, params: list[Tensor], grads: list[Tensor], slots: dict[str, list[Tensor]], lr: Any, inplace: bool
     ) -> None:
         """Overwrite `params` and `slots`; `grads` too if `inplace`."""
-        flags = _flags(self.implementation, params)
+        flags = self._flags(params)
         if isinstance(lr, Tensor):
             lr = _lr_for_kernel(lr, params[0].device, fused=flags["fused"])
-        whole = [slots[name] for name in self.slot_names]
-        (params, grads, *whole), finish = (
-            _same_layout([params, grads, *whole])
-            if flags["fused"]
-            else (
-                [params, grads, *whole],
-                [],
-            )
-        )
-        self._kernel(params, grads, {**slots, **dict(zip(self.slot_names, whole, strict=True))}, lr, flags, inplace)
-        for original, copy in finish:
+        written: list[tuple[Tensor, Tensor]] = []
+        if flags["fused"]:
+            grads = _contiguous([grads])[0][0]
+            shaped = [params, *(slots[name] for name in self.slot_names)]
+            (params, *shaped), written = _contiguous(shaped)
+            slots = {**slots, **dict(zip(self.slot_names, shaped, strict=True))}
+        self._kernel(params, grads, slots, lr, flags, inplace)
+        for original, copy in written:
             original.copy_(copy)
 
     def _kernel(
@@ -146,6 +145,22 @@ class _Elementwise(Optimizer):
         inplace: bool,
     ) -> None:
         raise NotImplementedError
+
+    def _flags(self, params: Sequence[Tensor]) -> dict[str, bool]:
+        """torch's arguments `fused` and `foreach`."""
+        if self.implementation in ("foreach", "for-loop"):
+            return {"fused": False, "foreach": self.implementation == "foreach"}
+        problem = self._why_not_fused(params)
+        if self.implementation == "fused" and problem:
+            raise ValueError(f"{type(self).__name__}: implementation='fused' {problem}; use implementation='auto'")
+        return {"fused": problem is None, "foreach": problem is not None}
+
+    def _why_not_fused(self, params: Sequence[Tensor]) -> str | None:
+        devices = {param.device for param in params}
+        if all(map(torch.is_floating_point, params)) and all(device.type in _FUSED_DEVICES for device in devices):
+            return None
+        given = sorted({f"{param.dtype} on {param.device.type}" for param in params})
+        return f"needs floating-point parameters on {'/'.join(_FUSED_DEVICES)}, got {', '.join(given)}"
 
     def _counts_steps(self) -> bool:
         return False
@@ -312,7 +327,8 @@ class sgd(_Elementwise):
         nesterov: look ahead along the new momentum; needs momentum and no dampening.
         dampening: the gradient enters the momentum with the factor `1 - dampening`.
         weight_decay: factor of the parameter that is added to its gradient.
-        implementation: auto, fused, foreach or for-loop.
+        implementation: auto, fused, foreach or for-loop. Up to torch 2.13 the fused kernel skips 16-bit parameters on
+            the CPU (pytorch#191763): there auto takes foreach, and asking for fused is an error.
 
     Raises:
         ValueError: an argument out of range.
@@ -348,6 +364,11 @@ class sgd(_Elementwise):
     def slot_names(self) -> tuple[str, ...]:  # type: ignore[override]
         """Slots with one tensor shaped like the parameter."""
         return ("momentum_buffer",) if self.momentum else ()
+
+    def _why_not_fused(self, params: Sequence[Tensor]) -> str | None:
+        if any(param.is_cpu and param.dtype.itemsize < 4 for param in params) and not _fused_sgd_is_sound():
+            return f"does not work for 16-bit parameters on the CPU in torch {torch.__version__} (pytorch#191763)"
+        return super()._why_not_fused(params)
 
     def _counts_steps(self) -> bool:
         return self.momentum != 0 and self.dampening != 0
@@ -401,21 +422,6 @@ def _step_zero(leaf: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=leaf.device)
 
 
-def _flags(implementation: Implementation, params: Sequence[Tensor]) -> dict[str, bool]:
-    """torch's arguments `fused` and `foreach` for an implementation."""
-    if implementation in ("foreach", "for-loop"):
-        return {"fused": False, "foreach": implementation == "foreach"}
-    supported = all(map(torch.is_floating_point, params)) and all(
-        device.type in _FUSED_DEVICES for device in {param.device for param in params}
-    )
-    if implementation == "fused" and not supported:
-        raise ValueError(
-            f"implementation='fused' needs floating-point parameters on {'/'.join(_FUSED_DEVICES)}, got "
-            f"{sorted({f'{param.dtype} on {param.device.type}' for param in params})}; use implementation='auto'"
-        )
-    return {"fused": supported, "foreach": not supported}
-
-
 def _lr_for_kernel(lr: Tensor, device: torch.device, *, fused: bool) -> Any:
     if not fused:
         return lr.item()
@@ -426,31 +432,37 @@ def _on_host(steps: list[Tensor]) -> list[Tensor]:
     return steps if steps[0].device.type == "cpu" else list(torch.stack(steps).cpu().unbind())
 
 
-def _same_layout(columns: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
-    """Columns whose tensors can be walked in memory order together, and (original, copy) pairs to write back after.
+def _contiguous(columns: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
+    """Contiguous stand-ins for tensors that are not, and (original, stand-in) pairs to write back afterwards.
 
     torch's fused CPU kernels pair elements by their place in memory and do not look at strides: a transposed gradient
-    would update the wrong elements, without an error. `tests/functional/test_optimizers.py` pins this.
+    would update the wrong elements, without an error. And they round differently in and after their vector loops, so
+    only one order in memory gives one result for one value.
     """
     if all(all(map(Tensor.is_contiguous, column)) for column in columns):
         return columns, []
-    columns, finish = [list(column) for column in columns], []
-    for i, row in enumerate(zip(*columns, strict=True)):
-        if _walk_together(row):
-            continue
-        for place, (column, tensor) in enumerate(zip(columns, row, strict=True)):
-            column[i] = tensor.contiguous()
-            if column[i] is not tensor and place != 1:  # 1: the gradients, which are only read
-                finish.append((tensor, column[i]))
-    return columns, finish
+    new = [[tensor.contiguous() for tensor in column] for column in columns]
+    pairs = zip(itertools.chain(*columns), itertools.chain(*new), strict=True)
+    return new, [(tensor, copy) for tensor, copy in pairs if copy is not tensor]
 
 
-def _walk_together(row: Sequence[Tensor]) -> bool:
-    if all(tensor.is_contiguous() for tensor in row):
-        return True
-    stride = row[0].stride()
-    dense = torch.empty_like(row[0], device="meta").stride() == stride
-    return dense and all(tensor.stride() == stride for tensor in row)
+@functools.cache
+def _fused_sgd_is_sound() -> bool:
+    """Whether this torch's fused SGD updates bf16 on the CPU at all (pytorch#191763: up to 2.13 it does not)."""
+    param = torch.zeros(64, dtype=torch.bfloat16)
+    _sgd_kernel(
+        [param],
+        [torch.ones_like(param)],
+        [None],
+        fused=True,
+        lr=1.0,
+        weight_decay=0.0,
+        momentum=0.0,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+    )
+    return bool((param == -1).all())
 
 
 def _described(leaf: Tensor) -> str:

@@ -12,7 +12,7 @@ from purestep.functional.gradients import Loss, call_loss, reduce_means, value_a
 from purestep.functional.means import Mean
 from purestep.functional.transforms import call_update, global_norm
 from purestep.sharding.pure_module import PureModule
-from purestep.state.train_state import TrainState, consume_state, make_state
+from purestep.state.train_state import TrainState, hand_over, make_state
 
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
@@ -72,9 +72,7 @@ def train_step(
             extra=state.extra,
         )
         metrics = {"loss": out.loss.value, "weight": out.loss.weight, **_values(out.metrics), **report}
-        if donate:
-            consume_state(state, new, f"train_step, step {state.step}")
-        return new, metrics
+        return hand_over(state, new, f"train_step, step {state.step}") if donate else new, metrics
 
     return step
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _open: Runtime | None = None
+_store: Any = None  # where the processes meet; it outlives a runtime, so that a second one in a process meets there too
+_generation = 0
 
 
 @dataclass(eq=False)
@@ -185,24 +187,43 @@ def _devices() -> list[tuple[str, bool]]:
 def _build_accelerator(
     config: AcceleratorConfig, topology: Topology, device_type: str, log_with: Any, project_dir: Any
 ) -> Accelerator:
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DistributedDataParallelKwargs
 
     ddp = DistributedDataParallelKwargs(
         bucket_cap_mb=config.ddp.bucket_cap_mb,
         find_unused_parameters=config.ddp.find_unused_parameters,
         static_graph=config.ddp.static_graph,
     )
-    group = InitProcessGroupKwargs(timeout=timedelta(seconds=config.process_group.timeout_s))
     with without_launcher() if topology.world_size == 1 else nullcontext():
+        if topology.world_size > 1:
+            timeout = timedelta(seconds=config.process_group.timeout_s)
+            PartialState(cpu=device_type == "cpu", timeout=timeout, **_meeting_place(timeout))
         return Accelerator(
             cpu=device_type == "cpu",
             mixed_precision=config.mixed_precision,
             gradient_accumulation_steps=config.gradient_accumulation.steps,
-            kwargs_handlers=[ddp, group],
+            kwargs_handlers=[ddp],
             log_with=log_with,
             project_dir=project_dir,
         )
+
+
+def _meeting_place(timeout: timedelta) -> dict[str, Any]:
+    """Store, rank and world size for a process group.
+
+    A second process group must not find the keys of the first, nor meet a store that its rank 0 is about to close: one
+    store a process, one prefix a process group.
+    """
+    global _store, _generation
+    from torch.distributed.rendezvous import rendezvous
+
+    if _store is None:
+        _store = next(iter(rendezvous("env://", timeout=timeout)))
+    store, rank, world_size = _store
+    _generation += 1
+    prefixed = torch.distributed.PrefixStore(f"purestep/{_generation}", store)
+    return {"store": prefixed, "rank": rank, "world_size": world_size}
 
 
 def _build_mesh(topology: Topology, device_type: str) -> DeviceMesh | None:

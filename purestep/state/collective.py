@@ -47,7 +47,7 @@ def on_every_rank(function: Callable[[], T]) -> list[T]:
     except Exception as error:
         outcome = (None, error)
     outcomes = gather_objects(outcome)
-    for _, error in outcomes:
-        if error is not None:
-            raise error
+    for _, failure in outcomes:
+        if failure is not None:
+            raise failure
     return [result for result, _ in outcomes]

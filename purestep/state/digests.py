@@ -64,8 +64,8 @@ def leaf_digests(leaves: Mapping[str, Tensor]) -> dict[str, int]:
 def check_replicas(state: TrainState) -> None:
     """Raise unless every rank holds the same replicated values. Collective: every rank calls it, all raise or none.
 
-    Each leaf is compared with the ranks that should hold the same block of it: a plain tensor with every rank, a
-    DTensor along the mesh axes that replicate it.
+    Step, key and plain values are compared with every rank, and each leaf with the ranks that should hold the same
+    block of it: a plain tensor with every rank, a DTensor along the mesh axes that replicate it.
 
     Raises:
         RuntimeError: replicas differ; names the leaves.
@@ -74,16 +74,18 @@ def check_replicas(state: TrainState) -> None:
         return
     from purestep.state.collective import gather_objects
 
-    mine = {}
-    for name, leaf in state.leaves().items():
-        block = block_of(leaf)
-        mine[name] = (block.offset, block.local.shape, block_digest(block))
-    seen: dict[tuple, int] = {}
-    wrong = set()
-    for table in gather_objects(mine):
-        for name, (offset, shape, value) in table.items():
-            if seen.setdefault((name, offset, tuple(shape)), value) != value:
-                wrong.add(name)
+    mine: dict[str, tuple] = {"step": (None, state.step), "key": (None, state.key.hex())}
+    for name, leaf in named_leaves(state):
+        if isinstance(leaf, Tensor):
+            block = block_of(leaf)
+            mine[name] = ((block.offset, tuple(block.local.shape)), (str(leaf.dtype), block_digest(block)))
+        else:
+            mine[name] = (None, repr(leaf))
+    tables = gather_objects(mine)
+    wrong = {name for table in tables for name in table.keys() ^ mine.keys()}
+    seen: dict[tuple, Any] = {}
+    for table in tables:
+        wrong |= {name for name, (place, value) in table.items() if seen.setdefault((name, place), value) != value}
     if wrong:
         raise RuntimeError(
             f"replicas differ between ranks in {_some(sorted(wrong))}: states must be made from one key on every rank "
@@ -105,7 +107,7 @@ def block_digest(block: Block) -> int:
     index = _global_index(block, tuple(local.shape), bits.device).flatten()
     words = bits.shape[1]
     index = index.unsqueeze(1) * words + torch.arange(words, device=index.device)
-    return _wrap(_mixed(bits.flatten().to(torch.int64), index.flatten()).sum().item())
+    return _wrap(int(_mixed(bits.flatten().to(torch.int64), index.flatten()).sum().item()))
 
 
 def _sum_range(bits: Tensor, start: int) -> int:
@@ -119,9 +121,9 @@ def _sum_range(bits: Tensor, start: int) -> int:
 
 
 def _mixed(bits: Tensor, index: Tensor) -> Tensor:
-    """Mix (bits, index) pairs to int64; `bits` is overwritten when it is a fresh tensor of int64."""
-    z = bits.mul_(_VALUE) if bits.dtype == torch.int64 and bits._base is None else bits * _VALUE
-    z = z.add_(index * _INDEX)
+    """Mix (bits, index) pairs of int64 to int64."""
+    z = bits * _VALUE  # a fresh tensor: `bits` may be the leaf's own memory
+    z += index * _INDEX
     z ^= (z >> 33).bitwise_and_(0x7FFFFFFF)
     z *= _MIX1
     z ^= (z >> 29).bitwise_and_(0x7FFFFFFFF)
@@ -137,7 +139,7 @@ def _bits(tensor: Tensor) -> Tensor:
     if size == 16:
         return torch.view_as_real(flat).contiguous().view(torch.int64)
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
-    return flat.view(integer).unsqueeze(1).clone() if size == 8 else flat.view(integer).unsqueeze(1)
+    return flat.view(integer).unsqueeze(1)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,25 +15,27 @@ class ConsumedStateError(RuntimeError):
 class FrozenDict(dict):
     """A dict that refuses to change.
 
-    It *is* a dict, so reading it costs what a dict costs and `torch.func.functional_call` accepts it. A changed copy is
-    an ordinary dict expression.
+    It *is* a dict, so reading it costs what a dict costs. A changed copy is an ordinary dict expression.
+    `torch.func.functional_call` writes into a dict it is given alone: pass it a tuple, `(params, buffers)`.
 
     >>> params = FrozenDict(weight=1.0)
     >>> {**params, "bias": 0.0}
     {'weight': 1.0, 'bias': 0.0}
     >>> params["weight"] = 2.0
     Traceback (most recent call last):
-    TypeError: this mapping is read-only; build a changed copy, {**mapping, name: value}, and pass it to state.replace(...)
+    TypeError: this mapping is read-only; build a changed copy, {**mapping, name: value}, ... to state.replace(...)
     """
 
     __slots__ = ("_consumed",)
+    _consumed: str
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
-            "this mapping is read-only; build a changed copy, {**mapping, name: value}, and pass it to state.replace(...)"
+            "this mapping is read-only; build a changed copy, {**mapping, name: value}, "
+            "and pass it to state.replace(...)"
         )
 
-    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = __ior__ = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = __ior__ = _refuse
 
     def __reduce__(self) -> tuple[type, tuple[dict]]:
         return FrozenDict, (dict(self),)
@@ -50,8 +52,8 @@ class _ConsumedDict(FrozenDict):
     def _raise(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ConsumedStateError(self._consumed)
 
-    __getitem__ = __iter__ = __len__ = __contains__ = __reversed__ = __eq__ = __ne__ = __or__ = __ror__ = _raise  # type: ignore[assignment]
-    keys = values = items = get = copy = __reduce__ = __copy__ = _raise  # type: ignore[assignment]
+    __getitem__ = __iter__ = __len__ = __contains__ = __reversed__ = __eq__ = __ne__ = __or__ = __ror__ = _raise
+    keys = values = items = get = copy = __reduce__ = __copy__ = _raise
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
@@ -66,6 +68,15 @@ def freeze(tree: Any) -> Any:
         return FrozenDict({name: freeze(value) for name, value in tree.items()})
     if type(tree) in (list, tuple):
         return type(tree)(freeze(value) for value in tree)
+    return tree
+
+
+def rebuild(tree: Any) -> Any:
+    """Copy every container of `tree`, frozen ones too; the leaves are shared."""
+    if isinstance(tree, FrozenDict):
+        return FrozenDict({name: rebuild(value) for name, value in tree.items()})
+    if type(tree) in (list, tuple):
+        return type(tree)(rebuild(value) for value in tree)
     return tree
 
 
@@ -98,10 +109,22 @@ def _unflatten(values: Iterable[Any], names: list) -> FrozenDict:
     return FrozenDict(zip(names, values, strict=True))
 
 
+def _refuse_consumed(mapping: _ConsumedDict, *args: Any) -> NoReturn:
+    raise ConsumedStateError(mapping._consumed)
+
+
 pytree.register_pytree_node(
     FrozenDict,
     _flatten,
     _unflatten,
     serialized_type_name="purestep.FrozenDict",
     flatten_with_keys_fn=_flatten_with_keys,
+)
+# Without this a consumed mapping would pass through tree_map unseen, as a leaf.
+pytree.register_pytree_node(
+    _ConsumedDict,
+    _refuse_consumed,
+    _refuse_consumed,  # type: ignore[arg-type]
+    serialized_type_name="purestep.ConsumedDict",
+    flatten_with_keys_fn=_refuse_consumed,
 )

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from purestep.state.keys import Key
-from purestep.state.mappings import ConsumedStateError, consume, freeze, frozen_dicts
+from purestep.state.mappings import ConsumedStateError, consume, freeze, frozen_dicts, rebuild
 from purestep.state.placement import from_local, is_dtensor, local_tensor
 
 
@@ -143,22 +143,25 @@ def map_leaves(function: Callable[[str, Any], Any], state: TrainState, **changes
     return make_state(**{"step": state.step, "key": state.key, **trees, **changes})
 
 
-def consume_state(state: TrainState, new: TrainState, consumer: str) -> None:
-    """Mark `state` consumed: `consumer` (e.g. "train_step, step 3") returned `new`, which owns its storage now."""
+def hand_over(state: TrainState, new: TrainState, consumer: str) -> TrainState:
+    """Consume `state`, whose storage now belongs to `new`, which `consumer` (e.g. "train_step, step 3") made of it.
+
+    Returns:
+        `new` in containers of its own: those it shared with `state` raise from now on, whoever holds them.
+    """
     message = (
         f"this state was donated to {consumer}, which reused its memory; keep what it returned, or hold on to the old "
         "values with state.clone() before the call, or build the step with donate=False"
     )
-    if "_consumed" in state.__dict__:
-        return
-    kept = {id(mapping) for name in _TREES for mapping in frozen_dicts(getattr(new, name))}
+    trees = {name: rebuild(getattr(new, name)) for name in _TREES}
     old = [mapping for name in _TREES for mapping in frozen_dicts(getattr(state, name))]
+    owned = make_state(step=new.step, key=new.key, **trees)
     for name in _FIELDS:
         object.__delattr__(state, name)
     object.__setattr__(state, "_consumed", message)
     for mapping in old:
-        if id(mapping) not in kept:
-            consume(mapping, message)
+        consume(mapping, message)
+    return owned
 
 
 def clone_leaf(leaf: Tensor) -> Tensor:

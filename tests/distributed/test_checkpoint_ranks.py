@@ -1,0 +1,266 @@
+"""Checkpoints saved and restored by several ranks: any topology to any other, and failures that all ranks share."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import purestep.state.safetensors_files as safetensors_files
+from purestep.state import TrainState, key
+from purestep.state.checkpoint import restore, save
+from purestep.state.checkpoints import Checkpoints
+from purestep.state.integrity import describe, verify
+from purestep.state.manifest import CheckpointError
+from purestep.state.placement import local_tensor
+from tests.ranks import run_ranks
+
+FORMATS = ("safetensors", "dcp", "safetensors_dcp")
+
+
+def _values() -> TrainState:
+    """The reference: uneven rows (5 over 2), one row (an empty shard), a matrix, moments, plain values."""
+    torch.manual_seed(0)
+    params = {
+        "a.weight": torch.randn(5, 3),
+        "a.bias": torch.randn(5),
+        "row": torch.randn(1, 3),
+        "even": torch.randn(8, 2),
+    }
+    moments = {slot: {name: torch.rand_like(p) for name, p in params.items()} for slot in ("exp_avg", "exp_avg_sq")}
+    return TrainState(
+        step=7,
+        params=params,
+        buffers={"mean": torch.randn(3), "count": torch.tensor(4)},
+        opt_state={"adamw": moments},
+        key=key(5).fold_in(1),
+        ema={name: p.bfloat16() for name, p in params.items()},
+        extra={"scale": torch.tensor(2.0), "columns": torch.randn(3, 6), "note": ("x", 1, None)},
+    )
+
+
+def _on(mesh: Any, *, meta: bool = False) -> TrainState:
+    """The reference state, trainable leaves sharded by rows (and one of `extra` by columns); plain without a mesh."""
+    state = _values()
+    if mesh is not None:
+        rows, columns = ([Replicate()] * (mesh.ndim - 1) + [Shard(dim)] for dim in (0, 1))
+
+        def shard(tree: Any) -> Any:
+            if isinstance(tree, torch.Tensor):
+                return distribute_tensor(tree, mesh, rows, src_data_rank=None)
+            return {name: shard(value) for name, value in tree.items()}
+
+        extra = {**state.extra, "columns": distribute_tensor(state.extra["columns"], mesh, columns, src_data_rank=None)}
+        state = state.replace(
+            params=shard(state.params), opt_state=shard(state.opt_state), ema=shard(state.ema), extra=extra
+        )
+    if meta:
+        state = torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda leaf: torch.zeros_like(leaf, device="meta"), state
+        )
+    return state
+
+
+def _mesh(*shape: int) -> Any:
+    names = ("replicate", "shard")[-len(shape) :]
+    return dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def _assert_is_reference(state: TrainState, abstract: TrainState) -> None:
+    reference, asked = _values(), abstract.leaves()
+    assert (state.step, state.key, state.extra["note"]) == (reference.step, reference.key, reference.extra["note"])
+    for name, value in reference.leaves().items():
+        leaf = state.leaves()[name]
+        assert type(leaf) is type(asked[name])
+        if isinstance(leaf, DTensor):
+            assert leaf.placements == asked[name].placements
+            local, rows = leaf.to_local(), -(-leaf.shape[0] // leaf.device_mesh.size(-1))
+            if leaf.placements[-1] == Shard(0):  # the storage that FSDP2 computes on is there
+                assert local.untyped_storage().nbytes() == rows * value[:1].numel() * value.element_size()
+            leaf = leaf.full_tensor()
+        assert leaf.dtype == value.dtype, name
+        assert torch.equal(leaf, value), name
+    assert state.digest() == reference.digest()
+
+
+def _save_all(directory: str, meshes: dict[str, Callable[[], Any]], check: tuple[str, ...], file_bytes: int) -> None:
+    """In one process group: save on every mesh in every format, then restore all named checkpoints on every mesh."""
+    dist.init_process_group("gloo")
+    safetensors_files.MAX_FILE_BYTES = file_bytes
+    built = {name: make() for name, make in meshes.items()}
+    for name, mesh in built.items():
+        for format in FORMATS:
+            save(f"{directory}/{name}-{format}", _on(mesh), format=format)
+    for mesh in built.values():
+        abstract = _on(mesh, meta=True)
+        for name in check:
+            for format in FORMATS:
+                _assert_is_reference(restore(f"{directory}/{name}-{format}", abstract), abstract)
+
+
+def _two(directory: str, check: tuple[str, ...]) -> None:
+    _save_all(directory, {"ddp": lambda: None, "fsdp2": lambda: _mesh(2)}, check, 70)
+
+
+def _four(directory: str, check: tuple[str, ...]) -> None:
+    _save_all(directory, {"hsdp": lambda: _mesh(2, 2), "fsdp4": lambda: _mesh(4)}, check, 70)
+
+
+def test_every_topology_restores_every_other_bit_for_bit(tmp_path):
+    for format in FORMATS:
+        save(tmp_path / f"local-{format}", _values(), format=format)
+    run_ranks(_two, 2, str(tmp_path), ("local", "ddp", "fsdp2"))
+    run_ranks(_four, 4, str(tmp_path), ("local", "ddp", "fsdp2", "hsdp", "fsdp4"))
+    run_ranks(_two, 2, str(tmp_path), ("hsdp", "fsdp4"))
+    for path in sorted(tmp_path.iterdir()):
+        _assert_is_reference(restore(path, _values()), _values())
+        assert verify(path).digest == _values().digest()
+    assert describe(tmp_path / "hsdp-dcp").topology == {"world_size": 4, "mesh": {"replicate": 2, "shard": 2}}
+    assert describe(tmp_path / "hsdp-dcp").leaves["params/a.bias"].placement == "replicate shard(0)"
+
+
+def test_model_files_of_a_sharded_run_are_whole_and_shards_are_written_once(tmp_path):
+    run_ranks(_two, 2, str(tmp_path), ())
+    from safetensors.torch import load_file
+
+    reference = _values()
+    files = sorted((tmp_path / "fsdp2-safetensors/model").glob("*.safetensors"))
+    assert len(files) == 4, files
+    loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    expected = {**reference.params, **reference.buffers}
+    assert sorted(loaded) == sorted(expected)
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+    stored = sum(
+        tensor.numel() for f in (tmp_path / "fsdp2-safetensors/state").iterdir() for tensor in load_file(f).values()
+    )
+    others = [leaf for name, leaf in reference.leaves().items() if not name.startswith(("params/", "buffers/"))]
+    assert stored == sum(leaf.numel() for leaf in others)
+    # A DDP run's second rank has nothing of its own to write.
+    assert len(list((tmp_path / "ddp-safetensors/state").iterdir())) == 1
+
+
+def _message(function: Callable[[], Any]) -> str:
+    """What `function` raises, which must be the same on every rank."""
+    try:
+        function()
+    except (CheckpointError, ValueError, TypeError) as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        said = "nothing raised"
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, said)
+    assert len(set(everyone)) == 1, everyone
+    return said
+
+
+def _with_small_files(limit: int, ranks: tuple[int, ...], function: Callable[[], Any]) -> str:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() in ranks:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        return _message(function)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def _failures(directory: str) -> dict[str, str]:
+    dist.init_process_group("gloo")
+    safetensors_files.MAX_FILE_BYTES = 70
+    state, rank = _on(_mesh(2)), dist.get_rank()
+    said = {}
+    for format in FORMATS:
+        path = f"{directory}/{format}"
+        save(path, state, format=format)
+        newer = state.replace(step=8)
+        for who, ranks in (("rank 1", (1,)), ("both", (0, 1))):
+            said[f"{format}, {who}"] = _with_small_files(
+                60, ranks, lambda p=path, f=format, s=newer: save(p, s, format=f)
+            )
+            assert sorted(os.listdir(directory)) == sorted(FORMATS[: FORMATS.index(format) + 1])
+            assert restore(path, state).step == 7
+    save(f"{directory}/dcp", state.replace(step=8), format="dcp")
+    assert restore(f"{directory}/dcp", state).step == 8
+    path = f"{directory}/safetensors"
+    said["steps differ"] = _message(lambda: save(path, state.replace(step=7 + rank)))
+    said["bad metadata on rank 1"] = _message(lambda: save(path, state, metadata={"x": {1}} if rank == 1 else {}))
+    other = state.replace(params={**state.params, "a.bias": torch.zeros(4), "more": torch.zeros(2)})
+    said["misfit"] = _message(lambda: restore(path, other))
+    said["missing on rank 1"] = _message(lambda: restore(path + "-gone" * rank, state))
+    with open(f"{path}/state/shard-00002-of-00002.safetensors", "r+b") as file:
+        dist.barrier()
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x55")
+    dist.barrier()
+    said["damage"] = _message(lambda: restore(path, state))
+    said["digest"] = _message(lambda: _flip_after_check(path, state))
+    return said
+
+
+def _flip_after_check(path: str, state: TrainState) -> None:
+    """Restore while rank 1 reads other bytes than were checked: only the leaf digests can tell."""
+    import purestep.state.checkpoint as checkpoint
+
+    checkpoint.damage = lambda contents, names: []
+    restore(path, state)
+
+
+def test_a_failure_on_one_rank_is_the_same_failure_on_all_and_leaves_the_old_checkpoint(tmp_path):
+    said = run_ranks(_failures, 2, str(tmp_path))[0]
+    for format in FORMATS:
+        for who in ("rank 1", "both"):
+            assert said[f"{format}, {who}"].startswith("CheckpointError"), said
+            assert "File too large" in said[f"{format}, {who}"], said
+        assert "rank 1" in said[f"{format}, rank 1"], said
+    assert said["steps differ"].startswith("ValueError: every rank must save the same state, but rank 1 has step 8"), (
+        said
+    )
+    assert "metadata['x']" in said["bad metadata on rank 1"], said
+    assert "missing in the checkpoint: params/more" in said["misfit"], said
+    assert "shape of params/a.bias: (5,) in the checkpoint, (4,) asked for" in said["misfit"], said
+    assert "no checkpoint at" in said["missing on rank 1"], said
+    assert "state/shard-00002-of-00002.safetensors does not match its sum" in said["damage"], said
+    assert "values differ from their digest" in said["digest"], said
+    assert "shard-00002" in said["digest"], said
+
+
+def _latest(directory: str) -> tuple[list[int], list[str], int]:
+    dist.init_process_group("gloo")
+    state, rank = _on(_mesh(2)), dist.get_rank()
+    checkpoints = Checkpoints(directory)
+    for step in (1, 2, 3, 4):
+        checkpoints.save(state.replace(step=step))
+    names = [checkpoints.latest().name]
+    if rank == 1:  # damage that only the rank whose share it is will look at, and a checkpoint rank 1 does not have
+        (Path(directory) / "step-00000004/state/shard-00002-of-00002.safetensors").write_bytes(b"")
+        shutil.copytree(Path(directory) / "step-00000002", Path(directory) / "of-rank-1/step-00000002")
+        checkpoints = Checkpoints(Path(directory) / "of-rank-1")
+    dist.barrier()
+    names.append(checkpoints.latest().name)
+    return checkpoints.steps(), names, checkpoints.restore_latest(state).step
+
+
+def test_ranks_agree_on_the_latest_checkpoint(tmp_path, capfd):
+    results = run_ranks(_latest, 2, str(tmp_path))
+    assert results == [([1, 2, 3, 4], ["step-00000004", "step-00000002"], 2)] * 2
+
+
+def test_a_mesh_in_another_rank_order_is_gathered_right(tmp_path):
+    run_ranks(_reversed_mesh, 2, str(tmp_path))
+    assert torch.equal(restore(tmp_path / "x", _values()).params["a.weight"], _values().params["a.weight"])
+
+
+def _reversed_mesh(directory: str) -> None:
+    dist.init_process_group("gloo")
+    mesh = dist.DeviceMesh("cpu", [1, 0], mesh_dim_names=("shard",))
+    state = _on(mesh)
+    save(f"{directory}/x", state)
+    restored = restore(f"{directory}/x", _on(mesh, meta=True))
+    for name, leaf in state.leaves().items():  # not by full_tensor(), which takes the ranks in ascending order
+        assert torch.equal(local_tensor(restored.leaves()[name]), local_tensor(leaf)), name
