@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 
 
-def interleave(contenders: dict[str, Callable[[], object]], *, rounds: int = 5, steps: int = 30) -> dict[str, list[float]]:
+def interleave(
+    contenders: dict[str, Callable[[], object]], *, rounds: int = 5, steps: int = 30
+) -> dict[str, list[float]]:
     """Seconds a step of each contender, one figure a round (the median of its steps), after a warm-up of each."""
     for contender in contenders.values():
         for _ in range(5):

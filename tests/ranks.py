@@ -20,7 +20,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "accelerate"])
 
 
-class RanksFailed(AssertionError):  # noqa: N818 - reads as what happened
+class RanksFailed(AssertionError):
     """A rank raised, died or did not end in time; the message holds every rank's traceback."""
 
 

@@ -51,7 +51,9 @@ def _accumulate_any(grad_fn: GradFn, steps: int) -> GradFn:
             parts.append(part)
             buffers = part.buffers
         loss = sum((part.loss for part in parts[1:]), parts[0].loss)
-        metrics = {name: sum((part.metrics[name] for part in parts[1:]), parts[0].metrics[name]) for name in parts[0].metrics}
+        metrics = {
+            name: sum((part.metrics[name] for part in parts[1:]), parts[0].metrics[name]) for name in parts[0].metrics
+        }
         return Gradients(loss=loss, metrics=metrics, grads=_weighted(parts, loss), buffers=buffers)
 
     return accumulated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,9 +48,7 @@ class ValueAndGrad:
     loss: Loss
     microbatches: int = 1
 
-    def __call__(
-        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, key: Key
-    ) -> Gradients:
+    def __call__(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, key: Key) -> Gradients:
         """Differentiate the loss at `params` over this rank's `batch`. Collective where there are several processes."""
         runtime = self.module.runtime
         windows = self._windows(batch)
@@ -134,7 +133,9 @@ def call_loss(loss: Loss, model: Any, batch: Any, key: Key) -> dict[str, Mean]:
     result = loss(model, batch, key)
     value, metrics = result if isinstance(result, tuple) else (result, {})
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"a loss returns a Mean or scalar, or (that, dict of metrics); got {type(metrics).__name__} as metrics")
+        raise TypeError(
+            f"a loss returns a Mean or scalar, or (that, dict of metrics); got {type(metrics).__name__} as metrics"
+        )
     return {_LOSS: Mean.of(value), **{name: Mean.of(metric) for name, metric in metrics.items()}}
 
 
@@ -157,13 +158,15 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     sizes = {pytree.keystr(path) or "batch": x.shape[0] for path, x in flat if isinstance(x, Tensor) and x.ndim}
     if len(set(sizes.values())) != 1:
         found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no tensor with a leading dim"
-        raise ValueError(f"to be split into {parts} microbatches, the tensors of a batch need one leading dim; got {found}")
+        raise ValueError(
+            f"to be split into {parts} microbatches, the tensors of a batch need one leading dim; got {found}"
+        )
     rows = next(iter(sizes.values()))
     parts = max(1, min(parts, rows))
     bounds = [rows * i // parts for i in range(parts + 1)]
     return [
         pytree.tree_unflatten([x[start:end] if isinstance(x, Tensor) and x.ndim else x for _, x in flat], structure)
-        for start, end in zip(bounds, bounds[1:], strict=False)
+        for start, end in itertools.pairwise(bounds)
     ]
 
 

@@ -27,7 +27,11 @@ def are_plain(leaves: Iterable[Tensor]) -> bool:
 def local_tensors(leaves: Iterable[Tensor]) -> list[Tensor]:
     """The local tensor of each leaf."""
     leaves = list(leaves)
-    return leaves if are_plain(leaves) else [local_tensor(leaf) for leaf in leaves]
+    if are_plain(leaves):
+        return leaves
+    if len(set(map(type, leaves))) == 1 and is_dtensor(leaves[0]):
+        return [leaf._local_tensor for leaf in leaves]  # type: ignore[attr-defined]
+    return [local_tensor(leaf) for leaf in leaves]
 
 
 def with_local(leaf: Tensor, local: Tensor) -> Tensor:

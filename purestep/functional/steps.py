@@ -17,9 +17,7 @@ from purestep.state.train_state import TrainState, hand_over, make_state
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
 
-def train_step(
-    module: PureModule, loss: Loss, optimizer: Any, *, accumulate: int = 1, donate: bool = False
-) -> Step:
+def train_step(module: PureModule, loss: Loss, optimizer: Any, *, accumulate: int = 1, donate: bool = False) -> Step:
     """One optimizer update as a pure function `(state, batch) -> (state, metrics)`.
 
     Random numbers come from `state.key.fold_in(state.step)`. A batch of weight zero leaves parameters, optimizer and

@@ -48,16 +48,35 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from purestep.sharding.config import (
         AcceleratorConfig as AcceleratorConfig,
+    )
+    from purestep.sharding.config import (
         ConfigError as ConfigError,
+    )
+    from purestep.sharding.config import (
         DDPConfig as DDPConfig,
+    )
+    from purestep.sharding.config import (
         FSDPConfig as FSDPConfig,
+    )
+    from purestep.sharding.config import (
         GradientAccumulationConfig as GradientAccumulationConfig,
+    )
+    from purestep.sharding.config import (
         ParallelismConfig as ParallelismConfig,
+    )
+    from purestep.sharding.config import (
         ProcessGroupConfig as ProcessGroupConfig,
+    )
+    from purestep.sharding.config import (
         Topology as Topology,
     )
-    from purestep.sharding.initialization import abstract_state as abstract_state, init as init
+    from purestep.sharding.initialization import abstract_state as abstract_state
+    from purestep.sharding.initialization import init as init
     from purestep.sharding.plan import Plan as Plan
-    from purestep.sharding.pure_module import PureModule as PureModule, shard as shard
-    from purestep.sharding.runtime import Runtime as Runtime, start as start
-    from purestep.sharding.spec import ShardingError as ShardingError, ShardingSpec as ShardingSpec, Unit as Unit
+    from purestep.sharding.pure_module import PureModule as PureModule
+    from purestep.sharding.pure_module import shard as shard
+    from purestep.sharding.runtime import Runtime as Runtime
+    from purestep.sharding.runtime import start as start
+    from purestep.sharding.spec import ShardingError as ShardingError
+    from purestep.sharding.spec import ShardingSpec as ShardingSpec
+    from purestep.sharding.spec import Unit as Unit

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from purestep.state.placement import empty_leaf, local_tensor
+from purestep.state.placement import empty_leaf, from_local, local_tensor
 
 
 def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
@@ -60,6 +60,12 @@ def bind(param: Any, leaf: Tensor) -> bool:
     return shared
 
 
+def abstract(param: Any) -> Tensor:
+    """The parameter as a meta DTensor."""
+    local = local_tensor(param.sharded_param)
+    return from_local(torch.empty(local.shape, dtype=local.dtype, device="meta"), param.sharded_param._spec)
+
+
 def take_gradients(params: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
     """The sharded gradients backward left, removed from the module; a parameter without one is absent."""
     grads = {}
@@ -99,4 +105,4 @@ def _groups(root: nn.Module) -> Iterator[Any]:
 
 def _room(local: Tensor) -> int:
     """Elements from the first of `local` to the end of its storage."""
-    return local.untyped_storage().nbytes() // local.element_size() - local.storage_offset()
+    return int(local.untyped_storage().nbytes() // local.element_size() - local.storage_offset())

@@ -95,8 +95,10 @@ class ParallelismConfig:
             shard = world_size // replicate
         if replicate * shard != world_size or -1 in (replicate, shard):
             raise ConfigError(
-                f"{asked} does not fit {world_size} process{'es' * (world_size != 1)}: the degrees must multiply to the "
-                f"number of processes; start {_fitting(self)} (torchrun --nproc-per-node), or change a degree (-1 infers it)"
+                f"{asked} does not fit {world_size} process{'es' * (world_size != 1)}: the degrees must "
+                "multiply to the "
+                f"number of processes; start {_fitting(self)} (torchrun --nproc-per-node), or change a degree "
+                "(-1 infers it)"
             )
         return Topology(replicate=replicate, shard=shard)
 

@@ -77,8 +77,8 @@ def launched_world_size(environ: Mapping[str, str] | None = None) -> int:
         except (KeyError, ValueError):
             raise ConfigError(
                 f"the launcher's variables are half set: {name} is {environ.get(name, 'missing')!r} while "
-                f"{', '.join(f'{n}={environ[n]}' for n in LAUNCHER_VARIABLES if n in environ)}; start several processes "
-                "with torchrun or accelerate launch, or unset these variables for one"
+                f"{', '.join(f'{n}={environ[n]}' for n in LAUNCHER_VARIABLES if n in environ)}; start several "
+                "processes with torchrun or accelerate launch, or unset these variables for one"
             ) from None
     if not 0 <= numbers["RANK"] < numbers["WORLD_SIZE"]:
         raise ConfigError(f"RANK={numbers['RANK']} is not below WORLD_SIZE={numbers['WORLD_SIZE']}")

@@ -77,7 +77,13 @@ def abstract_state(module: PureModule, optimizer: Any) -> TrainState:
     params = module.abstract_params()
     opt_state = optimizer.init({name: params[name] for name in module.trainable})
     return make_state(
-        step=0, params=params, buffers=module.abstract_buffers(), opt_state=opt_state, key=Key(b"\0" * 16), ema=None, extra={}
+        step=0,
+        params=params,
+        buffers=module.abstract_buffers(),
+        opt_state=opt_state,
+        key=Key(b"\0" * 16),
+        ema=None,
+        extra={},
     )
 
 
@@ -108,13 +114,13 @@ def _keep_the_rest(module: PureModule, leaves: Mapping[str, Leaf], values: dict[
     kept = [name for name in leaves if name not in values]
     tables = gather_objects({name: module.kept.get(name) for name in (*kept, *module.leaves.constants)})
     for name in kept:
-        current = _tensor_at(leaves[name].slots[0])
-        if current.is_meta or (is_dtensor(current) and current._local_tensor.is_meta):
+        if leaves[name].is_meta:
             raise ValueError(_unset_message(leaves[name]))
     for name in tables[0]:
         if any(table[name] != tables[0][name] for table in tables):
             raise ValueError(
-                f"{name!r} was set by the constructor to different values on different ranks, and no reset_parameters() "
+                f"{name!r} was set by the constructor to different values on different ranks, and no "
+                "reset_parameters() "
                 "sets it; give its module one (then ps.init derives it from the key), or seed the constructors alike"
             )
     for name in kept:
@@ -236,7 +242,8 @@ def _join(path: str, name: str) -> str:
 def _unset_message(leaf: Leaf) -> str:
     slot = leaf.slots[0]
     return (
-        f"nothing initializes {leaf.name!r}: its module {slot.path or 'the root'} ({type(slot.module).__name__}) was built on "
+        f"nothing initializes {leaf.name!r}: its module {slot.path or 'the root'} "
+        f"({type(slot.module).__name__}) was built on "
         f"the meta device and its reset_parameters() does not set {slot.attr!r}; write one that does, or build the "
         "model on a real device"
     )

@@ -33,6 +33,8 @@ class Leaf:
     shape: torch.Size
     dtype: torch.dtype
     trainable: bool = False
+    is_meta: bool = False
+    """Whether it had no values when the module was taken over."""
 
     @property
     def numel(self) -> int:
@@ -79,5 +81,7 @@ def _collect(found: Iterator[tuple[Slot, Tensor]]) -> dict[str, Leaf]:
         places.setdefault(id(tensor), [tensor]).append(slot)
     leaves = {}
     for tensor, *slots in places.values():
-        leaves[slots[0].name] = Leaf(slots[0].name, tuple(slots), tensor.shape, tensor.dtype, tensor.requires_grad)
+        leaves[slots[0].name] = Leaf(
+            slots[0].name, tuple(slots), tensor.shape, tensor.dtype, tensor.requires_grad, tensor.is_meta
+        )
     return leaves

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from purestep.sharding.config import Topology
-from purestep.sharding.engines import DDPEngine, Engine, FSDPEngine, LocalEngine, Session
+from purestep.sharding.engines import Engine, LocalEngine, Session
 from purestep.sharding.initialization import initialize_constants, kept_digests
 from purestep.sharding.leaves import leaves_of
 from purestep.sharding.plan import Plan
@@ -18,7 +18,6 @@ from purestep.sharding.reduction import mean_buffers
 from purestep.sharding.runtime import Runtime, local_runtime
 from purestep.sharding.spec import ShardingSpec, spec_of
 from purestep.state.keys import Key
-from purestep.state.placement import from_local
 
 
 class PureModule:
@@ -70,8 +69,8 @@ class PureModule:
             kwargs: keyword arguments of the call.
 
         Returns:
-            The output, and the buffers after the call: in train mode floating-point ones are the mean over ranks, others
-            the maximum, so that they are equal on every rank.
+            The output, and the buffers after the call: in train mode floating-point ones are the mean over ranks,
+            others the maximum, so that they are equal on every rank.
 
         Raises:
             ValueError: names or shapes do not fit the module, or the method is not declared.
@@ -114,15 +113,7 @@ class PureModule:
 
     def abstract_params(self) -> dict[str, Tensor]:
         """Meta tensors (meta DTensors when sharded) with the names, shapes, dtypes and placements of the parameters."""
-        abstract = {}
-        for name, leaf in self.leaves.params.items():
-            if isinstance(self._engine, FSDPEngine):
-                spec = self._engine.params[name].sharded_param._spec
-                local = self._engine.params[name].sharded_param._local_tensor
-                abstract[name] = from_local(torch.empty(local.shape, dtype=leaf.dtype, device="meta"), spec)
-            else:
-                abstract[name] = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-        return abstract
+        return self._engine.abstract_params()
 
     def abstract_buffers(self) -> dict[str, Tensor]:
         """Meta tensors with the names, shapes and dtypes of the persistent buffers."""
@@ -134,12 +125,17 @@ class PureModule:
         topology = self.runtime.topology
         if topology.kind == "local":
             return LocalEngine(self.module, self.leaves, self.runtime)
+        # Imported where needed: FSDP2 alone takes a second to import.
         if topology.kind == "ddp":
+            from purestep.sharding.ddp_engine import DDPEngine
+
             return DDPEngine(self.module, self.leaves, self.runtime, self.spec)
+        from purestep.sharding.fsdp_engine import FSDPEngine
+
         return FSDPEngine(self.module, self.leaves, self.runtime, self.plan)
 
     def _check_method(self, method: str | None) -> None:
-        if method in (None, "forward", *self.spec.forward_methods):
+        if method is None or method in ("forward", *self.spec.forward_methods):
             return
         if not callable(getattr(self.module, method, None)):
             raise ValueError(f"method {method!r} is not a method of the model")

@@ -18,7 +18,9 @@ def sum_scalars(runtime: Runtime, values: Sequence[Any]) -> Tensor:
         A tensor of shape (len(values),) on the runtime's device, equal on every rank.
     """
     dtype = torch.float32 if runtime.device.type == "mps" else torch.float64
-    stacked = torch.stack([torch.as_tensor(value, device=runtime.device).detach().to(dtype).reshape(()) for value in values])
+    stacked = torch.stack(
+        [torch.as_tensor(value, device=runtime.device).detach().to(dtype).reshape(()) for value in values]
+    )
     return runtime.all_reduce(stacked)
 
 

@@ -136,7 +136,9 @@ def start(
     global _open
     parallelism, config = parallelism or ParallelismConfig(), accelerator or AcceleratorConfig()
     if _open is not None:
-        raise RuntimeError("a runtime is already open in this process; close it first (runtime.close(), or a with block)")
+        raise RuntimeError(
+            "a runtime is already open in this process; close it first (runtime.close(), or a with block)"
+        )
     refuse_interference(config)
     topology = parallelism.resolve(launched_world_size())
     device_type = choose_device(config.device, topology)

@@ -153,8 +153,8 @@ def _check_shardable(
     for path in rules:
         if isinstance(modules[path], nn.ModuleList | nn.ModuleDict):
             raise ShardingError(
-                f"unit rule {rules[path].match!r} takes {path!r}, a {type(modules[path]).__name__}, which is never called; "
-                f"match its children: {path + '.*'!r}"
+                f"unit rule {rules[path].match!r} takes {path!r}, a {type(modules[path]).__name__}, which is "
+                f"never called; match its children: {path + '.*'!r}"
             )
     for name, leaf in leaves.params.items():
         if len(set(owners[name])) > 1:
@@ -164,7 +164,8 @@ def _check_shardable(
             )
             raise ShardingError(
                 f"tied weight in two units: {places} are one parameter, which a unit must own whole; "
-                "leave both modules to the root unit (remove the rule that takes one), or make a module that holds both one unit"
+                "leave both modules to the root unit (remove the rule that takes one), or make a module that "
+                "holds both one unit"
             )
         if leaf.shape == ():
             raise ShardingError(f"parameter {name!r} is 0-d and cannot be sharded; give it shape (1,)")
@@ -201,9 +202,10 @@ def _check_repeated(spec: ShardingSpec, modules: Mapping[str, nn.Module], rules:
             declared = [p for p in loose if any(_pattern(glob).fullmatch(p) for glob in spec.root)]
             if len(paths) > 1 and len(loose) > len(declared):
                 raise ShardingError(
-                    f"repeated blocks in no unit: {_some(p for p in loose if p not in declared)} ({cls.__name__}) would be "
-                    f"gathered all at once with the root; add a rule such as {path + '.*' if path else '*'!r}, or declare "
-                    f"them with ShardingSpec(root=...)"
+                    f"repeated blocks in no unit: {_some(p for p in loose if p not in declared)} "
+                    f"({cls.__name__}) would be "
+                    f"gathered all at once with the root; add a rule such as {path + '.*' if path else '*'!r}, "
+                    "or declare them with ShardingSpec(root=...)"
                 )
 
 
@@ -231,7 +233,9 @@ def _plan_units(
     order = [path for path in modules if path in rules] + [""]
     for path in order:
         params = tuple(
-            PlanParam(name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."), leaf.dtype.itemsize, leaf.trainable)
+            PlanParam(
+                name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."), leaf.dtype.itemsize, leaf.trainable
+            )
             for name, leaf in leaves.params.items()
             if owners[name][0] == path
         )

@@ -55,7 +55,9 @@ def _gather_axis(owner: int, leaf: Tensor, axis: int) -> list[Tensor] | None:
         received[ranks.index(rank)][: math.prod(shape) * row_bytes].view(leaf.dtype).view(shape)
         for rank, shape in zip(line, shapes, strict=True)
     ]
-    return pieces if math.prod(leaf.shape[:dim]) == 1 else [torch.cat(pieces, dim)]
+    if math.prod(leaf.shape[:dim]) == 1:
+        return pieces
+    return [torch.cat([piece.view(torch.uint8) for piece in pieces], dim).view(leaf.dtype)]  # float8 has no cat
 
 
 def _shard_shape(shape: tuple[int, ...], dim: int, num_shards: int, index: int) -> tuple[int, ...]:

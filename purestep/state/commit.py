@@ -79,11 +79,12 @@ class Replacement:
 
 def remove_leftovers(directory: Path, prefix: str) -> None:
     """Remove the temporary directories of targets `prefix...` whose process died before it could."""
-    for entry in directory.iterdir():
-        if entry.name.startswith(f".{prefix}") and _INFIX in entry.name and entry.is_dir() and not entry.is_symlink():
-            lock = _lock(entry)
+    for name in os.listdir(directory):
+        path = directory / name
+        if name.startswith(f".{prefix}") and _INFIX in name and path.is_dir() and not path.is_symlink():
+            lock = _lock(path)
             if lock is not None:
-                _remove(entry)
+                _remove(path)
                 os.close(lock)
 
 
@@ -136,11 +137,13 @@ def _lock(path: Path) -> int | None:
     """A descriptor that locks the directory as long as this process lives; None if another process holds it."""
     if fcntl is None:
         return None
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = None
     try:
+        descriptor = os.open(path, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held, or a file system without locks
-        os.close(descriptor)
+    except OSError:  # held, gone, not ours, or on a file system without locks
+        if descriptor is not None:
+            os.close(descriptor)
         return None
     return descriptor
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -91,32 +91,26 @@ def write_model(root: Path, leaves: Mapping[str, Tensor]) -> Written:
     A sharded leaf is gathered to its file's rank alone, and one leaf at a time. An error in writing does not keep this
     rank from the gathers that its peers wait in; it is raised at the end.
     """
-    model = {name: leaf for name, leaf in sorted(leaves.items()) if name.startswith(MODEL_TREES)}
-    parts = _split(model)
-    paths = [_part_name("model", i, len(parts)) for i in range(len(parts))]
-    writers: dict[int, _Writer] = {}
-    for i, names in enumerate(parts):
-        if _owner(i) == default_rank():
-            entries = {model_name(name): (model[name].dtype, tuple(model[name].shape)) for name in names}
-            writers[i] = _Writer(root / paths[i], entries)
+    parts = _split({name: leaf for name, leaf in sorted(leaves.items()) if name.startswith(MODEL_TREES)})
+    paths = [_part_name(i, len(parts)) for i in range(len(parts))]
+    writers = {
+        i: _Writer(root / paths[i], {model_name(name): leaf for name, leaf in part.items()})
+        for i, part in enumerate(parts)
+        if _owner(i) == default_rank()
+    }
     # Files advance side by side, so that every owner has something to write while the others gather.
-    for position, i in sorted((position, i) for i, names in enumerate(parts) for position in range(len(names))):
-        leaf = model[_in_file_order(model, parts[i])[position]]
-        pieces = gather_to(_owner(i), leaf)
-        if pieces is not None:
-            writers[i].write(pieces)
+    for leaves_of_files in zip_longest(*(part.values() for part in parts)):
+        for i, leaf in enumerate(leaves_of_files):
+            pieces = None if leaf is None else gather_to(_owner(i), leaf)
+            if pieces is not None:
+                writers[i].write(pieces)
     written = Written()
     for i, writer in writers.items():
         written.files[paths[i]] = writer.close()
-        for name in parts[i]:
-            shape = tuple(model[name].shape)
-            written.blocks[name] = [StoredBlock(paths[i], (0,) * len(shape), shape)]
+        for name, leaf in parts[i].items():
+            written.blocks[name] = [StoredBlock(paths[i], (0,) * leaf.ndim, tuple(leaf.shape))]
     if len(parts) > 1 and default_rank() == 0:
-        total = sum(leaf.numel() * leaf.element_size() for leaf in model.values())
-        where = {model_name(name): Path(paths[i]).name for i, names in enumerate(parts) for name in names}
-        index = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2)
-        path = "model/model.safetensors.index.json"
-        written.files[path] = write_file(root / path, index.encode())
+        written.files.update(_write_index(root, dict(zip(paths, parts, strict=True))))
     return written
 
 
@@ -127,10 +121,10 @@ def write_shards(root: Path, leaves: Mapping[str, Tensor]) -> Written:
     if not mine:
         return Written()
     path = f"state/shard-{default_rank() + 1:05d}-of-{default_world_size():05d}.safetensors"
-    entries = {name: (block.local.dtype, tuple(block.local.shape)) for name, block in mine.items()}
-    writer = _Writer(root / path, entries)
-    for name in writer.order:
-        writer.write([mine[name].local])
+    tensors = _in_file_order({name: block.local for name, block in mine.items()})
+    writer = _Writer(root / path, tensors)
+    for tensor in tensors.values():
+        writer.write([tensor])
     stored = {name: [StoredBlock(path, block.offset, tuple(block.local.shape))] for name, block in mine.items()}
     return Written({path: writer.close()}, stored)
 
@@ -199,16 +193,16 @@ class _Writer:
     The first error is kept, later writes do nothing, and `close` raises it: the rank must go on taking part in gathers.
     """
 
-    def __init__(self, path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        self.order = sorted(entries, key=lambda name: (-_alignment(entries[name][0]), name))
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write the header of `tensors`, which `write` will get in this order."""
         self._path = path
         self._error: Exception | None = None
         self._sha, self._size = hashlib.sha256(), 0
         self._file: Any = None
-        self._guard(lambda: self._open(entries))
+        self._guard(lambda: self._open(tensors))
 
     def write(self, pieces: list[Tensor]) -> None:
-        """Append the next tensor of `order`, given as pieces that follow each other."""
+        """Append the next tensor, given as pieces that follow each other."""
         self._guard(lambda: self._append_tensors(pieces))
 
     def close(self) -> tuple[str, int]:
@@ -228,20 +222,18 @@ class _Writer:
             except Exception as error:
                 self._error = error
 
-    def _open(self, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    def _open(self, tensors: Mapping[str, Tensor]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         start = 0
-        for name in self.order:
-            dtype, shape = entries[name]
-            itemsize = torch.empty((), dtype=dtype).element_size()
-            stop = start + math.prod(shape) * itemsize
-            kept = list(shape) if dtype in _DTYPES else [*shape, itemsize]
-            header[name] = {"dtype": _DTYPES.get(dtype, "U8"), "shape": kept, "data_offsets": [start, stop]}
+        for name, tensor in tensors.items():
+            stop = start + tensor.numel() * tensor.element_size()
+            shape = list(tensor.shape) if tensor.dtype in _DTYPES else [*tensor.shape, tensor.element_size()]
+            header[name] = {"dtype": _DTYPES.get(tensor.dtype, "U8"), "shape": shape, "data_offsets": [start, stop]}
             start = stop
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         if len(text) > _MAX_HEADER:
-            raise ValueError(f"{self._path.name}: {len(entries)} tensors are more than a safetensors header can list")
+            raise ValueError(f"{self._path.name}: {len(tensors)} tensors are more than a safetensors header can list")
         self._file = open(self._path, "xb")  # noqa: SIM115 - closed by close()
         self._append(len(text).to_bytes(8, "little"))
         self._append(text)
@@ -261,33 +253,42 @@ class _Writer:
         os.fsync(self._file.fileno())
 
 
-def _alignment(dtype: torch.dtype) -> int:
-    """Bytes a reader wants the tensor's data aligned to: wider elements come first in a file, so that all are."""
-    return torch.empty((), dtype=dtype).element_size() if dtype in _DTYPES else 1
+def _in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Wider elements first, so that every tensor's data is aligned to its elements without holes between tensors."""
 
+    def key(name: str) -> tuple[int, str]:
+        return (-tensors[name].element_size() if tensors[name].dtype in _DTYPES else -1), name
 
-def _in_file_order(model: Mapping[str, Tensor], names: list[str]) -> list[str]:
-    return sorted(names, key=lambda name: (-_alignment(model[name].dtype), model_name(name)))
+    return {name: tensors[name] for name in sorted(tensors, key=key)}
 
 
 def _owner(index: int) -> int:
     return index % default_world_size()
 
 
-def _part_name(stem: str, index: int, num: int) -> str:
+def _part_name(index: int, num: int) -> str:
     suffix = "" if num == 1 else f"-{index + 1:05d}-of-{num:05d}"
-    return f"{stem}/{stem}{suffix}.safetensors"
+    return f"model/model{suffix}.safetensors"
 
 
-def _split(model: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names file by file: a file is closed before the leaf that would take it over the limit."""
-    parts: list[list[str]] = []
+def _split(model: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The leaves file by file, in file order: a file is closed before the leaf that would take it over the limit."""
+    parts: list[dict[str, Tensor]] = []
     room = 0
     for name, leaf in model.items():
         size = leaf.numel() * leaf.element_size()
         if not parts or size > room:
-            parts.append([])
+            parts.append({})
             room = MAX_FILE_BYTES
-        parts[-1].append(name)
+        parts[-1][name] = leaf
         room -= size
-    return parts
+    return [_in_file_order(part) for part in parts]
+
+
+def _write_index(root: Path, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[str, int]]:
+    """The table that tells a reader of Hugging Face's layout which file holds which tensor."""
+    total = sum(leaf.numel() * leaf.element_size() for part in parts.values() for leaf in part.values())
+    where = {model_name(name): Path(path).name for path, part in parts.items() for name in part}
+    index = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2)
+    path = "model/model.safetensors.index.json"
+    return {path: write_file(root / path, index.encode())}

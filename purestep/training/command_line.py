@@ -42,7 +42,8 @@ def main(config_class: type[C], build: Callable[[C], Experiment], argv: Sequence
         argv: arguments; default the process's own.
 
     Returns:
-        The finished run; its runtime is closed.
+        The finished run. Its runtime is closed: what needs every rank, such as a sharded state's digest, belongs into
+        the experiment's `on_end`.
 
     Raises:
         SystemExit: 2 for a mistake in the flags or the config, 1 for a failure of the run that a line explains, 130 and
@@ -160,6 +161,7 @@ def _sigterm_raises() -> Iterator[None]:
     def terminate(signum: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a forked worker
             os._exit(143)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one does not wait for the unwinding
         raise _Terminated
 
     try:
@@ -204,7 +206,8 @@ def _leave(error: Any, code: int) -> NoReturn:
         print(f"error: {rank}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
     else:
         # A launcher ends all processes when one exits: let the one that speaks be first.
-        time.sleep(_GRACE_S)
+        with contextlib.suppress(_Terminated, KeyboardInterrupt):
+            time.sleep(_GRACE_S)
     raise SystemExit(code)
 
 

@@ -80,7 +80,7 @@ def one_line(box: str, known: Sequence[str] = ()) -> str:
     """
     sections = _sections(box)
     head = " ".join(sections[0]) if sections else "the arguments could not be parsed"
-    if unknown := re.match(r"Unrecognized (?:or misspelled )?options: (.*)", head):
+    if unknown := re.match(r"Unrecognized (?:or misspelled )?(?:options|arguments): (.*)", head):
         return _unknown(re.split(r",? ", unknown[1]), known)
     if re.match(r"(Missing from|Required options)", head):
         names = re.findall(r"(?<![\w-])--[\w.-]+", " ".join(sections[0][1:]))

@@ -54,7 +54,8 @@ def fit(config: TrainConfig, experiment: Experiment, runtime: Runtime | None = N
     Args:
         config: what to do.
         experiment: what to do it to.
-        runtime: from `ps.start(config.parallelism, config.accelerator)`; default: started here, and closed at the end.
+        runtime: from `ps.start(config.parallelism, config.accelerator)`; default: started here, and closed at the end
+            (what then needs every rank, such as a sharded state's digest, belongs into the experiment's `on_end`).
 
     Raises:
         ConfigError: the config does not fit the experiment, the processes or the run to resume; nothing is written.

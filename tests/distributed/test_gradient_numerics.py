@@ -16,7 +16,9 @@ from tests.toys import TOPOLOGIES, ToyT, runtime_on, toy_batch, toy_loss, whole
 Rows = list[list[float]]
 
 
-def _toy_step(runtime: ps.Runtime, rows: Rows, *, accumulate: int, donate: bool, length: int | None = None) -> dict[str, Any]:
+def _toy_step(
+    runtime: ps.Runtime, rows: Rows, *, accumulate: int, donate: bool, length: int | None = None
+) -> dict[str, Any]:
     module = ps.shard(ToyT(), runtime=runtime)
     optimizer = ps.sgd(0.1)
     state = _ones(ps.init(module, optimizer, ps.key(0)))
@@ -150,7 +152,9 @@ def _norms(topology: tuple[int, int]) -> dict[str, Any]:
         return results
 
 
-def _norm_and_update(runtime: ps.Runtime, wanted: dict[str, torch.Tensor], units: tuple[str, ...], ord: float = 2.0) -> Any:
+def _norm_and_update(
+    runtime: ps.Runtime, wanted: dict[str, torch.Tensor], units: tuple[str, ...], ord: float = 2.0
+) -> Any:
     model = _Rows(**{name: tuple(grad.shape) for name, grad in wanted.items()})  # type: ignore[arg-type]
     module = ps.shard(model, ps.ShardingSpec(units=units), runtime)
     optimizer = ps.chain(clip=ps.clip_by_global_norm(1.0, ord=ord), sgd=ps.sgd(1.0))

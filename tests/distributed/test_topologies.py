@@ -25,6 +25,7 @@ from tests.toys import (
     whole,
 )
 
+
 def everywhere(scenario: Any) -> Any:
     """Parametrize a test by topology, with `results`: what `scenario` returned on each rank."""
     cases = [pytest.param(t, scenario, id=name, marks=pytest.mark.xdist_group(name)) for name, t in TOPOLOGIES.items()]
@@ -101,7 +102,11 @@ def _purity(topology: tuple[int, int]) -> dict[str, Any]:
             state = once
         held = donated.params
         new, _ = donating(donated, batch)
-        results["consumed"] = [error_of(lambda: donated.params), error_of(lambda: held["head.weight"]), error_of(donated.digest)]
+        results["consumed"] = [
+            error_of(lambda: donated.params),
+            error_of(lambda: held["head.weight"]),
+            error_of(donated.digest),
+        ]
         results["second call"] = error_of(donating, donated, batch)
         results["alive"] = bool(torch.isfinite(whole(new.params["head.weight"])).all())
         return results

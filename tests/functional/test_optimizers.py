@@ -7,6 +7,7 @@ import torch
 from torch.optim.sgd import sgd as torch_sgd
 
 import purestep as ps
+from purestep.functional import optimizers
 from purestep.functional.optimizers import _fused_sgd_is_sound
 
 IMPLEMENTATIONS = {
@@ -281,6 +282,26 @@ def test_auto_computes_what_a_wide_update_computes(ours, theirs, arguments, dtyp
         torch.testing.assert_close(got[name].double(), leaf, rtol=0, atol=16 * torch.finfo(dtype).eps)
 
 
+def test_a_parameter_counts_its_own_updates():
+    optimizer, params = ps.sgd(0.1, momentum=0.9, dampening=0.5), random_leaves(0)
+    _, state = run(optimizer, params, [{"w": torch.ones(3, 4)}, {"w": torch.ones(3, 4), "b": torch.ones(4)}])
+    assert {name: int(count) for name, count in state["sgd"]["step"].items()} == {
+        "w": 2, "b": 1, "scalar": 0, "empty": 0, "conv": 0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
+def test_counts_kept_on_a_device_are_read_at_once_and_still_advance(implementation, monkeypatch):
+    optimizer, params = ps.adamw(0.1, implementation=implementation), random_leaves(0)
+    all_grads = [random_leaves(step) for step in range(1, 4)]
+    wanted = run(optimizer, params, all_grads)
+    # As if the counts were on a device: the kernel gets copies.
+    monkeypatch.setattr(optimizers, "_on_host", lambda steps: [step.clone() for step in steps])
+    got = run(optimizer, params, all_grads)
+    assert_same(got[0], wanted[0])
+    assert_same(got[1], wanted[1])
+
+
 def test_lr_follows_the_step_and_is_reported():
     metrics = {}
     optimizer = ps.sgd(ps.linear(1.0, 0.0, 4))
@@ -301,9 +322,10 @@ def test_a_tensor_step_gives_the_same_update(implementation):
         torch.testing.assert_close(got[name], leaf, rtol=1e-6, atol=1e-7)
 
 
+@every_implementation
 @every_case
-def test_updates_keep_no_graph_and_work_on_leaves_that_require_grad(ours, theirs, arguments):
-    optimizer = ours(0.1, **arguments)
+def test_updates_keep_no_graph_and_work_on_leaves_that_require_grad(ours, theirs, arguments, implementation):
+    optimizer = ours(0.1, **arguments, implementation=implementation)
     params = {"w": torch.nn.Parameter(torch.ones(2))}
     new, _ = run(optimizer, params, [{"w": torch.ones(2)}] * 2)
     assert not new["w"].requires_grad
@@ -339,6 +361,7 @@ def update(grads, params=None, optimizer=None, opt_state=None):
         (lambda: update({"w": torch.zeros(2, 3, device="meta")}), "got shape .*torch.float32 on meta"),
         (lambda: update({"w": torch.zeros(2, 3)}, opt_state={}), "adamw has no 'exp_avg' for 'w'"),
         (lambda: ps.adamw(-0.1), "adamw: lr must be a finite number of at least 0, or a schedule, got -0.1"),
+        (lambda: ps.adamw("0.1"), "adamw: lr must be a finite number of at least 0, or a schedule, got '0.1'"),
         (lambda: ps.adamw(0.1, betas=(0.9, 1.0)), r"adamw: betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
         (lambda: ps.adam(0.1, eps=-1e-8), "adam: eps must be a finite number of at least 0, got -1e-08"),
         (lambda: ps.adam(0.1, weight_decay=-1), "adam: weight_decay must be"),

@@ -176,6 +176,21 @@ def test_plain_readers_open_the_model_in_one_file_or_several(tmp_path, monkeypat
     assert_same(restore(tmp_path / "several", state), state)
 
 
+def test_the_work_grows_as_the_number_of_leaves(tmp_path, monkeypatch):
+    calls = 0
+    write_names = safetensors_files.model_name
+
+    def counted(name):
+        nonlocal calls
+        calls += 1
+        return write_names(name)
+
+    monkeypatch.setattr(safetensors_files, "model_name", counted)
+    state = make_state(params={f"layers.{i}": torch.ones(2) for i in range(500)})
+    restore(save(tmp_path / "x", state), state)
+    assert 500 <= calls < 5 * 500
+
+
 def test_dcp_itself_opens_the_state(tmp_path):
     import torch.distributed.checkpoint as dcp
 

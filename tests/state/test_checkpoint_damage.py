@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import purestep.state.commit as commit
+import purestep.state.dcp_files as dcp_files
 from purestep.state import TrainState
 from purestep.state.checkpoint import restore, save
 from purestep.state.checkpoints import Checkpoints
@@ -182,6 +184,17 @@ def test_builtins_cannot_be_reached_through_the_metadata(tmp_path, name):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Reach()))
     with pytest.raises(CheckpointError, match="not trusted"):
         read_metadata(tmp_path / ".metadata")
+
+
+def test_an_enum_member_may_be_asked_for_as_python_3_11_first_did():
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    class Member:
+        def __reduce__(self):
+            return getattr, (_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")
+
+    data = io.BytesIO(pickle.dumps(Member()))
+    assert dcp_files._MetadataUnpickler(data).load() is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
 
 
 def test_a_hostile_data_file_of_dcp_runs_nothing(tmp_path):

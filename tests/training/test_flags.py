@@ -53,7 +53,7 @@ def test_promised_flags():
     ],
 )
 def test_errors_are_one_line_that_names_the_flag(argv, message):
-    with pytest.raises(FlagError) as caught:
+    with pytest.raises(ConfigError) as caught:
         parse_flags(Config, argv.split())
     assert str(caught.value) == message
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import purestep as ps
-from purestep.state.manifest import CheckpointError
+from purestep.training import loop
 from purestep.training.loop import RunError
 from purestep.training.run_directory import read_metrics
 from tests.ranks import RanksFailed, run_on, run_ranks
@@ -20,6 +20,13 @@ from tests.training.programs import Config, Samples, build
 
 CPU = ps.AcceleratorConfig(device="cpu")
 TIMES = ("tokens_per_s", "step_time", "data_time", "memory")
+
+
+@pytest.fixture(autouse=True)
+def _few_pictures(request, monkeypatch):
+    """Drawing takes longer than these runs: one test looks at the picture."""
+    if "leaves_its_directory" not in request.node.name:
+        monkeypatch.setattr(loop, "_plot", lambda directory, runtime: None)
 
 
 def _config(path: Path, **changes) -> Config:
@@ -92,7 +99,7 @@ def test_the_curve_falls(tmp_path):
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
 
 
-@pytest.mark.parametrize("sample", [0, 3, 4, 7, 8, 9, 15, 16, 17, 34, 35])
+@pytest.mark.parametrize("sample", [0, 4, 7, 8, 17, 35])
 def test_interrupted_and_resumed_is_never_interrupted(tmp_path, sample):
     whole = _fit(_config(tmp_path / "whole"))
     config = _config(tmp_path / "parts")
@@ -225,11 +232,11 @@ def test_only_damaged_checkpoints_are_an_error_that_changes_nothing(tmp_path):
     _fit(config)
     _damage(config.output_dir / "checkpoints" / "step-00000002")
     before = {p: p.read_bytes() for p in config.output_dir.rglob("*") if p.is_file()}
-    with pytest.raises(CheckpointError, match=r"(?s)no undamaged checkpoint.*step-00000002.*model.safetensors"):
+    with pytest.raises(ps.CheckpointError, match=r"(?s)no undamaged checkpoint.*step-00000002.*model.safetensors"):
         _fit(dataclasses.replace(config, resume=True, steps=5))
     (config.output_dir / "checkpoints" / "step-00000002" / "SHA256SUMS").unlink()
     del before[config.output_dir / "checkpoints" / "step-00000002" / "SHA256SUMS"]
-    with pytest.raises(CheckpointError, match="step-00000002 has no SHA256SUMS"):
+    with pytest.raises(ps.CheckpointError, match="step-00000002 has no SHA256SUMS"):
         _fit(dataclasses.replace(config, resume=True, steps=5))
     assert {p: p.read_bytes() for p in config.output_dir.rglob("*") if p.is_file()} == before
 
@@ -294,6 +301,7 @@ def test_trackers_get_the_metrics(tmp_path):
 
 
 def test_a_tracker_the_runtime_does_not_have_is_refused(tmp_path):
+    pytest.importorskip("tensorboard")
     config = _config(tmp_path / "run", log_with=("tensorboard",))
     with (
         ps.start(accelerator=CPU) as runtime,
@@ -315,6 +323,6 @@ def test_replicas_that_differ_are_not_saved(tmp_path):
     config = _config(tmp_path / "run")
     first, second = run_on((2, 1), _fit_with_replicas_that_drift, config)
     assert first == second
-    assert first.startswith("step 2: replicas differ between ranks in params/")
+    assert first.startswith("step 2: replicas differ between ranks in 'params/")
     assert first.endswith("no checkpoint was written")
     assert list((config.output_dir).glob("checkpoints/*")) == []
