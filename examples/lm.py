@@ -60,8 +60,11 @@ class ModelConfig:
 class OptimizerConfig:
     lr: float = 3e-3
     """Peak learning rate."""
-    warmup: float = 0.05
-    """Part of --steps over which the learning rate rises; a cosine then takes it to a tenth of the peak."""
+    warmup_steps: int = 50
+    """Steps over which the learning rate rises to its peak."""
+    decay_steps: int = 1000
+    """Steps, warmup included, after which a cosine has taken the learning rate to a tenth of the peak, where it stays.
+    Not tied to --steps, so that a run of several legs (--resume --steps MORE) is the run it would have been in one."""
     weight_decay: float = 0.1
     """Decoupled weight decay, relative to the learning rate."""
     clip: float = 1.0
@@ -69,8 +72,11 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "optimizer", "lr", "clip")
-        if not 0 <= self.warmup < 1:
-            raise ps.ConfigError(f"--optimizer.warmup {self.warmup}: is a part of --steps, at least 0 and less than 1")
+        if not 0 <= self.warmup_steps < self.decay_steps:
+            raise ps.ConfigError(
+                f"--optimizer.warmup-steps {self.warmup_steps}: must be at least 0 and less than --optimizer.decay-steps "
+                f"{self.decay_steps}"
+            )
         if not 0 <= self.weight_decay < float("inf"):
             raise ps.ConfigError(f"--optimizer.weight-decay {self.weight_decay}: must be at least 0")
 
@@ -193,7 +199,7 @@ def build(config: Config) -> ps.Experiment:
     model, optimizer = config.model, config.optimizer
     with torch.device("meta"):  # no memory and no values: ps.init makes those, from the seed
         gpt = GPT(layers=model.layers, heads=model.heads, width=model.width, dropout=model.dropout)
-    lr = ps.warmup_cosine(optimizer.lr, int(optimizer.warmup * config.steps), config.steps, final=0.1 * optimizer.lr)
+    lr = ps.warmup_cosine(optimizer.lr, optimizer.warmup_steps, optimizer.decay_steps, final=0.1 * optimizer.lr)
     return ps.Experiment(
         model=gpt,
         loss=loss,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ def from_rank_zero(function: Callable[[], T]) -> T:
         try:
             result = [function(), None]
         except Exception as error:
-            result = [None, error]
+            result = [None, _portable(error)]
     if default_world_size() > 1:
         torch.distributed.broadcast_object_list(result, src=0)
     if result[1] is not None:
@@ -45,9 +46,20 @@ def on_every_rank(function: Callable[[], T]) -> list[T]:
     try:
         outcome: tuple[Any, Exception | None] = (function(), None)
     except Exception as error:
-        outcome = (None, error)
+        outcome = (None, _portable(error))
     outcomes = gather_objects(outcome)
     for _, failure in outcomes:
         if failure is not None:
             raise failure
     return [result for result, _ in outcomes]
+
+
+def _portable(error: Exception) -> Exception:
+    """`error`, or its text where it would not survive the way to the other ranks, which would then wait for it."""
+    if default_world_size() == 1:
+        return error
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
