@@ -74,8 +74,8 @@ class OptimizerConfig:
         require_positive(self, "optimizer", "lr", "clip")
         if not 0 <= self.warmup_steps < self.decay_steps:
             raise ps.ConfigError(
-                f"--optimizer.warmup-steps {self.warmup_steps}: must be at least 0 and less than --optimizer.decay-steps "
-                f"{self.decay_steps}"
+                f"--optimizer.warmup-steps {self.warmup_steps}: must be at least 0 and less than "
+                f"--optimizer.decay-steps {self.decay_steps}"
             )
         if not 0 <= self.weight_decay < float("inf"):
             raise ps.ConfigError(f"--optimizer.weight-decay {self.weight_decay}: must be at least 0")

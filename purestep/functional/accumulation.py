@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from purestep.functional.gradients import GradFn, Gradients, ValueAndGrad, split_batch, with_microbatches
+from purestep.functional.gradients import GradFn, Gradients, ValueAndGrad, add_means, split_batch, with_microbatches
 from purestep.functional.means import Mean
 from purestep.state.keys import Key
 from purestep.state.placement import from_local, is_dtensor, local_tensor
@@ -51,9 +52,7 @@ def _accumulate_any(grad_fn: GradFn, steps: int) -> GradFn:
             parts.append(part)
             buffers = part.buffers
         loss = sum((part.loss for part in parts[1:]), parts[0].loss)
-        metrics = {
-            name: sum((part.metrics[name] for part in parts[1:]), parts[0].metrics[name]) for name in parts[0].metrics
-        }
+        metrics = functools.reduce(add_means, (part.metrics for part in parts))
         return Gradients(loss=loss, metrics=metrics, grads=_weighted(parts, loss), buffers=buffers)
 
     return accumulated

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,14 +57,14 @@ class ValueAndGrad:
             sums: dict[str, Mean] = {}
             for i, (microbatch, counts) in enumerate(windows):
                 last = i == len(windows) - 1
-                scope = key.fold_in("microbatch", i, "rank", runtime.dp_rank).scope(runtime.device)
-                with session.window(last=last), scope:
-                    total, means = self._forward(session, microbatch, key, i, counts=counts)
-                    sums = {name: sums[name] + mean if name in sums else mean for name, mean in means.items()}
+                own_key = key.fold_in("microbatch", i, "rank", runtime.dp_rank)
+                with session.window(last=last), ambient(own_key).scope(runtime.device):
+                    total, means = self._forward(session, microbatch, own_key, counts=counts)
+                    sums = add_means(sums, means)
                     if last:
-                        # Before backward, so that reading the weight on the host does not wait for backward.
                         sums = reduce_means(self.module, sums)
-                        new_buffers = mean_buffers(runtime, session.new_buffers(), buffers)
+                        written = {name: buffer.detach() for name, buffer in session.new_buffers().items()}
+                        new_buffers = mean_buffers(runtime, written, buffers)
                     session.backward(total, last=last)
             weight = float(sums[_LOSS].weight)
             grads = session.gradients()
@@ -80,17 +81,10 @@ class ValueAndGrad:
             parts += [(parts[0][0], False)] * (self.microbatches - len(parts))
         return parts
 
-    def _forward(
-        self, session: Session, microbatch: Any, key: Key, i: int, *, counts: bool
-    ) -> tuple[Tensor, dict[str, Mean]]:
-        runtime = self.module.runtime
-        key = key.fold_in("microbatch", i, "rank", runtime.dp_rank)
-        if counts:
-            with runtime.autocast():
-                means = call_loss(self.loss, session.model, microbatch, key)
-        else:
-            with session.discarding_buffers(), runtime.autocast():
-                means = call_loss(self.loss, session.model, microbatch, key)
+    def _forward(self, session: Session, microbatch: Any, key: Key, *, counts: bool) -> tuple[Tensor, dict[str, Mean]]:
+        with nullcontext() if counts else session.discarding_buffers(), self.module.runtime.autocast():
+            means = call_loss(self.loss, session.model, microbatch, key)
+        if not counts:
             means = {name: Mean(mean.total * 0, mean.weight * 0) for name, mean in means.items()}
         total = means[_LOSS].total
         if not (isinstance(total, Tensor) and total.requires_grad):
@@ -99,6 +93,7 @@ class ValueAndGrad:
 
 
 _LOSS = ""  # the loss among its metrics; no metric has this name
+_RESERVED = (_LOSS, "loss", "weight", "grad_norm", "lr")  # what steps report themselves
 
 
 def value_and_grad(module: PureModule, loss: Loss) -> ValueAndGrad:
@@ -110,8 +105,8 @@ def value_and_grad(module: PureModule, loss: Loss) -> ValueAndGrad:
     Args:
         module: from `ps.shard`.
         loss: `loss(model, batch, key)`; `model` is the module bound to `params`, `key` is of this microbatch and rank,
-            and torch's ambient RNG is seeded from it. Returns a `Mean(total, weight)` or a scalar (weight 1), and
-            optionally a dict of such metrics.
+            and torch's ambient RNG is seeded with a key derived from it. Returns a `Mean(total, weight)` or a scalar
+            (weight 1), and optionally a dict of such metrics.
 
     Returns:
         `(params, buffers, batch, key) -> Gradients`.
@@ -136,7 +131,22 @@ def call_loss(loss: Loss, model: Any, batch: Any, key: Key) -> dict[str, Mean]:
         raise TypeError(
             f"a loss returns a Mean or scalar, or (that, dict of metrics); got {type(metrics).__name__} as metrics"
         )
+    for name in metrics:
+        if name in _RESERVED:
+            raise ValueError(
+                f"a loss cannot name a metric {name!r}, which steps report themselves; choose another name"
+            )
     return {_LOSS: Mean.of(value), **{name: Mean.of(metric) for name, metric in metrics.items()}}
+
+
+def ambient(key: Key) -> Key:
+    """The key of torch's own RNG while a loss runs: not the one the loss is given, whose numbers it would repeat."""
+    return key.fold_in("ambient")
+
+
+def add_means(sums: Mapping[str, Mean], means: Mapping[str, Mean]) -> dict[str, Mean]:
+    """Add Means by name; a name that only one side has is kept."""
+    return {**sums, **{name: sums[name] + mean if name in sums else mean for name, mean in means.items()}}
 
 
 def reduce_means(module: PureModule, means: Mapping[str, Mean]) -> dict[str, Mean]:
@@ -153,8 +163,15 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
 
     Raises:
         ValueError: the tensors' leading dims differ, or there is no tensor to split.
+        TypeError: a leaf is an array, but no tensor.
     """
     flat, structure = pytree.tree_flatten_with_path(batch)
+    for path, x in flat:
+        if hasattr(x, "__array__") and not isinstance(x, Tensor):
+            raise TypeError(
+                f"batch{pytree.keystr(path)} is a {type(x).__name__}, which is not split into microbatches "
+                "with the tensors; make it a tensor (torch.as_tensor)"
+            )
     sizes = {pytree.keystr(path) or "batch": x.shape[0] for path, x in flat if isinstance(x, Tensor) and x.ndim}
     if len(set(sizes.values())) != 1:
         found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no tensor with a leading dim"
@@ -180,7 +197,11 @@ def _scale(grads: Mapping[str, Tensor], factor: float) -> None:
 
 
 def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    # Sums over microbatches would soon stand still in 16 bits.
+    low_precision = value.is_floating_point() and value.itemsize < 4
+    return value.detach().float() if low_precision else value.detach()
 
 
 def with_microbatches(grad_fn: ValueAndGrad, microbatches: int) -> ValueAndGrad:

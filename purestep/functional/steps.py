@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from purestep.functional.accumulation import accumulate as accumulate_gradients
-from purestep.functional.gradients import Loss, call_loss, reduce_means, value_and_grad
+from purestep.functional.gradients import Loss, ambient, call_loss, reduce_means, value_and_grad
 from purestep.functional.means import Mean
 from purestep.functional.transforms import call_update, global_norm
 from purestep.sharding.pure_module import PureModule
@@ -96,7 +96,8 @@ def eval_step(module: PureModule, loss: Loss) -> Callable[[TrainState, Any], dic
     def step(state: TrainState, batch: Any) -> dict[str, Mean]:
         runtime = module.runtime
         key = state.key.fold_in(state.step, "eval", runtime.dp_rank)
-        with module.evaluation(state.params, state.buffers) as session, key.scope(runtime.device), runtime.autocast():
+        scope = ambient(key).scope(runtime.device)
+        with module.evaluation(state.params, state.buffers) as session, scope, runtime.autocast():
             means = call_loss(loss, session.model, batch, key)
         means = {name or "loss": mean for name, mean in means.items()}
         return reduce_means(module, means)

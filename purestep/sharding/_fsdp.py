@@ -86,7 +86,8 @@ def reshard(root: nn.Module) -> None:
 def recover(root: nn.Module) -> None:
     """Put a module whose forward or backward raised back into a usable state."""
     for module in fsdp_modules(root):
-        if hasattr(module, "reset_iter_state"):  # torch >= 2.13
+        # torch >= 2.13 has it. Before the first forward there is nothing to reset, and it would fail.
+        if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root is not None:
             module.reset_iter_state()
             break
     for group in _groups(root):

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from purestep.sharding.engines import LocalEngine, Session
@@ -60,7 +61,11 @@ class DDPEngine(LocalEngine):
                     parameter.grad = None
 
     def backward(self, total: Tensor, *, last: bool) -> None:
+        if last:
+            self._refuse_bypass()
         total.backward()
+        if last:
+            self._check_reduced()
 
     def gradients(self) -> dict[str, Tensor]:
         grads = {name: self._parameters[name].grad for name in self.trainable}
@@ -68,7 +73,21 @@ class DDPEngine(LocalEngine):
 
     def window(self, *, last: bool) -> Any:
         assert self._ddp is not None
+        self._entered = False
         return nullcontext() if last else self._ddp.no_sync()
+
+    def _check_reduced(self) -> None:
+        """Raise if a bucket still waits for an unused parameter: DDP says so one step later, with the step done."""
+        assert self._ddp is not None
+        try:
+            self._ddp._check_reducer_finalized()
+        except RuntimeError:
+            unused = [name for name in self.trainable if self._parameters[name].grad is None]
+            raise RuntimeError(
+                f"the loss did not use every parameter ({', '.join(unused) or 'in the last microbatch'}), so DDP did "
+                "not reduce the gradients; set --accelerator.ddp.find-unused-parameters, or freeze what is never used "
+                "(requires_grad=False)"
+            ) from None
 
     def _bind_parameters(self, params: Mapping[str, Tensor]) -> None:
         """Point DDP's own parameters, which its reducer holds on to, at the state's storage."""
@@ -116,6 +135,7 @@ class DDPEngine(LocalEngine):
         def routed(*args: Any, **kwargs: Any) -> Any:
             if not self._differentiating or self._entry.active:
                 return original(*args, **kwargs)
+            self._entered |= torch.is_grad_enabled()
             return self._ddp(original, *args, **kwargs)  # type: ignore[misc]
 
         self.model.__dict__[method] = routed

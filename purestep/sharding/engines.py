@@ -65,6 +65,9 @@ class Engine(ABC):
         self.trainable = tuple(name for name, leaf in leaves.params.items() if leaf.trainable)
         # Modules frozen into eval mode before sharding (BatchNorm of a frozen backbone, say) stay in it.
         self._modes = [(module, model.training and not module.training) for module in model.modules()]
+        self._train: bool | None = None  # the mode of the innermost open session
+        self._entered = False  # whether the microbatch called the model, where the engine could see it
+        self._shapes = [leaf.shape for leaf in leaves.params.values()]
         self._depth = 0
 
     @contextmanager
@@ -74,27 +77,35 @@ class Engine(ABC):
         """Bind a state: `train` sets the module's mode, `grad` asks for gradients of the trainable parameters."""
         check_names("params", params, self.leaves.params)
         check_names("buffers", buffers, self.leaves.buffers)
-        for module, pinned in self._modes:
-            module.__dict__["training"] = train and not pinned
-        constants = [
-            (name, _slot_buffer(leaf), _slot_buffer(leaf)._version) for name, leaf in self.leaves.constants.items()
-        ]
+        if [params[name].shape for name in self.leaves.params] != self._shapes:
+            _refuse_shapes("params", params, self.leaves.params)
+        _refuse_shapes("buffers", buffers, self.leaves.buffers)
+        constants = {name: _slot_buffer(leaf) for name, leaf in self.leaves.constants.items()}
+        versions = {name: tensor._version for name, tensor in constants.items()}
         old = {name: _slot_buffer(leaf) for name, leaf in self.leaves.buffers.items()}
         clones = {name: buffers[name].clone() for name in old}
+        outer = self._train
         self._depth += 1
         try:
+            self._set_mode(train)
             with self.bound(params, grad=grad):
                 _put_buffers(self.leaves.buffers, clones)
                 yield Session(self)
         finally:
             self._depth -= 1
             _put_buffers(self.leaves.buffers, old)
-        for name, tensor, version in constants:
-            if _slot_buffer(self.leaves.constants[name]) is not tensor or tensor._version != version:
-                raise RuntimeError(
-                    f"forward wrote the non-persistent buffer {name!r}, which no state holds; "
-                    "register it with persistent=True to make it a leaf of the state"
-                )
+            written = [
+                name
+                for name, tensor in constants.items()
+                if _slot_buffer(self.leaves.constants[name]) is not tensor or tensor._version != versions[name]
+            ]
+            _put_buffers(self.leaves.constants, constants)
+            self._set_mode(outer)
+        if written:
+            raise RuntimeError(
+                f"forward wrote the non-persistent buffer {written[0]!r}, which no state holds; "
+                "register it with persistent=True to make it a leaf of the state"
+            )
 
     @contextmanager
     def applying(
@@ -118,11 +129,29 @@ class Engine(ABC):
 
     def window(self, *, last: bool) -> Any:
         """See `Session.window`."""
+        self._entered = False
         return nullcontext()
+
+    def _refuse_bypass(self) -> None:
+        if not self._entered:
+            raise RuntimeError(f"the loss used parameters without calling the model; {self._entry_advice()}")
+
+    def _entry_advice(self) -> str:
+        return (
+            f"in a {self.runtime.topology.kind} topology gradients are reduced over ranks only through model(...) and "
+            "declared methods: call one of these, or declare another, ShardingSpec(forward_methods=(name,))"
+        )
 
     def abstract_params(self) -> dict[str, Tensor]:
         """Meta tensors placed as the parameters are."""
         return {n: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for n, leaf in self.leaves.params.items()}
+
+    def _set_mode(self, train: bool | None) -> None:
+        """Put the module into train or eval mode; None, which no session left behind, leaves it as it is."""
+        self._train = train
+        if train is not None:
+            for module, pinned in self._modes:
+                module.__dict__["training"] = train and not pinned
 
     def _refuse_nesting(self) -> None:
         if self._depth > 1:
@@ -191,6 +220,15 @@ def check_names(what: str, given: Mapping[str, Any], expected: Mapping[str, Any]
             + (f" missing {', '.join(missing)}" if missing else "")
             + (f"{';' if missing else ''} unknown {', '.join(unknown)}" if unknown else "")
         )
+
+
+def _refuse_shapes(what: str, given: Mapping[str, Tensor], expected: Mapping[str, Leaf]) -> None:
+    for name, leaf in expected.items():
+        if given[name].shape != leaf.shape:
+            raise ValueError(
+                f"{what}[{name!r}] does not fit the module: got shape {tuple(given[name].shape)}, "
+                f"expected {tuple(leaf.shape)}"
+            )
 
 
 def _put_buffers(leaves: Mapping[str, Leaf], tensors: Mapping[str, Tensor]) -> None:

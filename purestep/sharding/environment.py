@@ -11,6 +11,8 @@ from purestep.sharding.config import AcceleratorConfig, ConfigError
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun and `accelerate launch` set for a run of several processes."""
 
+# accelerate would make a process group of these.
+_MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 # accelerate reads these even when it is given arguments, or when an argument was left None.
 _ENGINES = {
     "ACCELERATE_USE_FSDP": "--parallelism.dp-shard",
@@ -69,6 +71,12 @@ def launched_world_size(environ: Mapping[str, str] | None = None) -> int:
     """
     environ = os.environ if environ is None else environ
     if "WORLD_SIZE" not in environ and "RANK" not in environ:
+        for name in _MPI_SIZES:
+            if environ.get(name, "1") != "1":
+                raise ConfigError(
+                    f"started by MPI ({name}={environ[name]}), which is no launcher of purestep; start several processes "
+                    f"with torchrun or accelerate launch, or unset {name} for one"
+                )
         return 1
     numbers = {}
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
@@ -87,6 +95,11 @@ def launched_world_size(environ: Mapping[str, str] | None = None) -> int:
         if missing:
             raise ConfigError(f"WORLD_SIZE={numbers['WORLD_SIZE']} but {' and '.join(missing)} missing; use torchrun")
     return numbers["WORLD_SIZE"]
+
+
+def launched_on_cpu(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether `accelerate launch` was told to leave the accelerators alone."""
+    return _truthy((os.environ if environ is None else environ).get("ACCELERATE_USE_CPU"))
 
 
 @contextmanager

@@ -31,6 +31,8 @@ class FSDPEngine(Engine):
             for name, leaf in leaves.params.items()
         }
         self._bound: dict[str, Tensor | None] = dict.fromkeys(self.params)
+        for method in ("forward", *plan.forward_methods):
+            self._watch(method)
 
     @contextmanager
     def applying(
@@ -48,14 +50,18 @@ class FSDPEngine(Engine):
             if leaf is not self._bound[name]:
                 self._check(name, leaf, param.sharded_param)
                 self._bound[name] = leaf if _fsdp.bind(param, leaf) else None
+        self._entered = False
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if not self._entered and "DTensor" in str(error):
+                error.add_note(f"parameters were used without calling the model; {self._entry_advice()}")
             _fsdp.recover(self.model)
             raise
         _fsdp.reshard(self.model)
 
     def backward(self, total: Tensor, *, last: bool) -> None:
+        self._refuse_bypass()
         # Every microbatch reduces: partial sums then live as shards, not as whole gradients.
         total.backward()
 
@@ -64,6 +70,16 @@ class FSDPEngine(Engine):
 
     def abstract_params(self) -> dict[str, Tensor]:
         return {name: _fsdp.abstract(param) for name, param in self.params.items()}
+
+    def _watch(self, method: str) -> None:
+        """Note calls of `model.method`."""
+        original = getattr(self.model, method)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._entered = True
+            return original(*args, **kwargs)
+
+        self.model.__dict__[method] = watched
 
     def _check(self, name: str, leaf: Tensor, expected: Any) -> None:
         kind = self.runtime.topology.kind

@@ -109,6 +109,12 @@ def kept_digests(model: nn.Module, leaves: ModuleLeaves) -> dict[str, int]:
     return {name: block_digest(block_of(tensor.detach())) for name, tensor in real.items() if not tensor.is_meta}
 
 
+def constructed_values(leaves: ModuleLeaves) -> dict[str, Tensor]:
+    """The leaves of a state as the constructor set them, placed as they are now; without those on the meta device."""
+    real = {name: leaf for name, leaf in {**leaves.params, **leaves.buffers}.items() if not leaf.is_meta}
+    return {name: _tensor_at(leaf.slots[0]).detach() for name, leaf in real.items()}
+
+
 def _keep_the_rest(module: PureModule, leaves: Mapping[str, Leaf], values: dict[str, Tensor]) -> None:
     """Leaves that nothing initialized keep the constructor's value, which must be one value on all ranks."""
     kept = [name for name in leaves if name not in values]
@@ -123,8 +129,9 @@ def _keep_the_rest(module: PureModule, leaves: Mapping[str, Leaf], values: dict[
                 "reset_parameters() "
                 "sets it; give its module one (then ps.init derives it from the key), or seed the constructors alike"
             )
+    module.constructed = {name: module.constructed[name] for name in kept}  # the others are never asked for
     for name in kept:
-        current = _tensor_at(leaves[name].slots[0]).detach()
+        current = module.constructed[name]
         values[name] = clone_leaf(current if is_dtensor(current) else current.to(module.runtime.device))
 
 

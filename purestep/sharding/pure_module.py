@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from purestep.sharding.config import Topology
 from purestep.sharding.engines import Engine, LocalEngine, Session
-from purestep.sharding.initialization import initialize_constants, kept_digests
+from purestep.sharding.initialization import constructed_values, initialize_constants, kept_digests
 from purestep.sharding.leaves import leaves_of
 from purestep.sharding.plan import Plan
 from purestep.sharding.reduction import mean_buffers
@@ -36,6 +36,8 @@ class PureModule:
         initialize_constants(model, self.leaves, runtime.device)
         self._training = model.training
         self._engine = self._build_engine()
+        # Held here, because a sharded module's own parameters become those of the state it was last bound to.
+        self.constructed = constructed_values(self.leaves)
 
     @property
     def topology(self) -> Topology:
@@ -163,6 +165,7 @@ def shard(model: nn.Module, spec: ShardingSpec | None = None, runtime: Runtime |
 
     Raises:
         ShardingError: the spec does not fit the model.
+        ValueError: the model is wrapped in DDP, or sharded already.
 
     >>> import torch, purestep as ps
     >>> ps.shard(torch.nn.Linear(2, 1))
@@ -170,12 +173,24 @@ def shard(model: nn.Module, spec: ShardingSpec | None = None, runtime: Runtime |
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"ps.shard takes an nn.Module, got {type(model).__name__}")
+    _refuse_wrapped(model)
     runtime = runtime if runtime is not None else local_runtime(_device_of(model))
     spec = spec_of(model, spec)
     plan = spec.resolve(model, runtime.topology, runtime.config.fsdp)
     if runtime.topology.is_sharded:
         _move(model, runtime.device)
     return PureModule(model, spec, plan, runtime)
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    wrappers = {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel", "DataParallel"}
+    for path, module in model.named_modules():
+        found = wrappers.intersection(cls.__name__ for cls in type(module).__mro__)
+        if found:
+            raise ValueError(
+                f"{path or 'the model'} is a {found.pop()} already, and only a plain module can be mapped to a topology; "
+                "build the model anew"
+            )
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -42,8 +42,9 @@ def mean_buffers(runtime: Runtime, new: Mapping[str, Tensor], old: Mapping[str, 
     for names in _by_dtype(new, floating):
         wide = torch.promote_types(new[names[0]].dtype, torch.float32)
         before, after = (torch.cat([tree[name].reshape(-1).to(wide) for name in names]) for tree in (old, new))
-        change = runtime.all_reduce(after - before) / runtime.world_size
-        merged.update(_split(new, names, (before + change).to(new[names[0]].dtype)))
+        # Not `after - before`: infinities (of a mask, say) would give NaN. Nor `before + 0`: it turns -0.0 into 0.0.
+        change = runtime.all_reduce(torch.where(after == before, 0, after - before)) / runtime.world_size
+        merged.update(_split(new, names, torch.where(change == 0, before, before + change).to(new[names[0]].dtype)))
     for names in _by_dtype(new, [name for name in new if name not in floating]):
         flat = torch.cat([new[name].reshape(-1).to(torch.int64) for name in names])
         merged.update(_split(new, names, runtime.all_reduce(flat, op="max").to(new[names[0]].dtype)))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from purestep.sharding.config import AcceleratorConfig, ConfigError, ParallelismConfig, Topology
-from purestep.sharding.environment import launched_world_size, refuse_interference, without_launcher
+from purestep.sharding.environment import launched_on_cpu, launched_world_size, refuse_interference, without_launcher
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -142,11 +142,11 @@ def start(
     refuse_interference(config)
     topology = parallelism.resolve(launched_world_size())
     device_type = choose_device(config.device, topology)
-    engine = _build_accelerator(config, topology, device_type, log_with, project_dir)
-    device = engine.device if device_type != "cpu" else torch.device("cpu")
-    _open = Runtime(topology=topology, device=device, config=config, accelerator=engine)
+    _open = Runtime(topology=topology, device=torch.device(device_type), config=config)
     atexit.register(_open.close)
     try:
+        _open.accelerator = _build_accelerator(config, topology, device_type, log_with, project_dir)
+        _open.device = _open.accelerator.device if device_type != "cpu" else _open.device
         _open.mesh = _build_mesh(topology, device_type)
     except BaseException:
         _open.close()
@@ -166,6 +166,8 @@ def choose_device(asked: str, topology: Topology) -> str:
         ConfigError: the device asked for is not on this machine, or cannot join a process group.
     """
     here = [name for name, found in _devices() if found]
+    if asked == "auto" and launched_on_cpu():
+        asked = "cpu"
     if asked == "auto":
         asked = here[0] if not (here[0] == "mps" and topology.world_size > 1) else "cpu"
     if asked not in here:

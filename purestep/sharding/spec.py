@@ -124,13 +124,18 @@ def _match(spec: ShardingSpec, model: nn.Module) -> dict[str, Unit]:
 
 def _owners(leaf: Leaf, rules: Mapping[str, Unit]) -> list[str]:
     """The unit of each of the leaf's slots: the innermost matched module around it, "" for the root unit."""
-    owners = []
-    for slot in leaf.slots:
-        path = slot.path
-        while path and path not in rules:
-            path = path.rpartition(".")[0]
-        owners.append(path)
-    return owners
+    return [_unit_of(slot.path, rules) for slot in leaf.slots]
+
+
+def _unit_of(path: str, rules: Mapping[str, Unit]) -> str:
+    return next((around for around in _around(path) if around in rules), "")
+
+
+def _around(path: str) -> Iterator[str]:
+    """`path` and the paths of the modules around it, innermost first, without the root."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
 
 
 def _check_methods(model: nn.Module, methods: tuple[str, ...]) -> None:
@@ -169,8 +174,27 @@ def _check_shardable(
             )
         if leaf.shape == ():
             raise ShardingError(f"parameter {name!r} is 0-d and cannot be sharded; give it shape (1,)")
+    _check_shared(model, rules)
     _check_dtypes(leaves, owners)
     _check_repeated(spec, modules, rules)
+
+
+def _check_shared(model: nn.Module, rules: Mapping[str, Unit]) -> None:
+    """A module that stands in two places is called from both, so one unit must hold both."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    units = {id(modules[path]): path for path in rules}
+    seen: dict[int, tuple[str, str]] = {}
+    for path, module in modules.items():
+        if next(module.parameters(recurse=False), None) is None:
+            continue
+        unit = next((units[id(modules[p])] for p in _around(path) if id(modules[p]) in units), "")
+        first, first_unit = seen.setdefault(id(module), (path, unit))
+        if unit != first_unit:
+            raise ShardingError(
+                f"one module in two units: {first!r} (unit {first_unit or 'root'!r}) and {path!r} (unit "
+                f"{unit or 'root'!r}) are the same {type(module).__name__}; make it a unit of its own, or leave both "
+                "places to the root unit"
+            )
 
 
 def _check_dtypes(leaves: ModuleLeaves, owners: Mapping[str, list[str]]) -> None:
@@ -190,15 +214,16 @@ def _check_repeated(spec: ShardingSpec, modules: Mapping[str, nn.Module], rules:
     if not rules:
         return
     for path, container in modules.items():
-        if not isinstance(container, nn.ModuleList | nn.Sequential) or _inside_unit(path, rules):
+        if not isinstance(container, nn.ModuleList | nn.Sequential) or _unit_of(path, rules):
             continue
-        blocks = {f"{path}.{i}" if path else str(i): child for i, child in enumerate(container)}
+        # By name, which counts a block that stands in several places once.
+        blocks = {f"{path}.{name}" if path else name: child for name, child in container.named_children()}
         by_class: dict[type, list[str]] = {}
         for child_path, child in blocks.items():
             if any(True for _ in child.parameters()) and not isinstance(child, nn.ModuleList | nn.Sequential):
                 by_class.setdefault(type(child), []).append(child_path)
         for cls, paths in by_class.items():
-            loose = [p for p in paths if not _inside_unit(p, rules) and not _has_unit(p, rules)]
+            loose = [p for p in paths if not _unit_of(p, rules) and not _has_unit(p, rules)]
             declared = [p for p in loose if any(_pattern(glob).fullmatch(p) for glob in spec.root)]
             if len(paths) > 1 and len(loose) > len(declared):
                 raise ShardingError(
@@ -207,14 +232,6 @@ def _check_repeated(spec: ShardingSpec, modules: Mapping[str, nn.Module], rules:
                     f"gathered all at once with the root; add a rule such as {path + '.*' if path else '*'!r}, "
                     "or declare them with ShardingSpec(root=...)"
                 )
-
-
-def _inside_unit(path: str, rules: Mapping[str, Unit]) -> bool:
-    while path:
-        if path in rules:
-            return True
-        path = path.rpartition(".")[0]
-    return False
 
 
 def _has_unit(path: str, rules: Mapping[str, Unit]) -> bool:

@@ -206,7 +206,7 @@ def _refuse_leaf(name: str, leaf: Tensor) -> None:
     local = local_tensor(leaf)
     if local.is_meta:
         raise ValueError(f"leaf {name!r} is a meta tensor: an abstract state has no values to save")
-    if local.layout != torch.strided or local.is_quantized or is_traceable_wrapper_subclass(local):
+    if local.layout != torch.strided or is_traceable_wrapper_subclass(local):
         raise ValueError(
             f"leaf {name!r} is a {type(local).__name__} ({local.layout}): a checkpoint keeps dense tensors"
         )
@@ -234,7 +234,7 @@ def _refuse_disagreement(state: TrainState, plan: _Plan) -> None:
 
 def _writers(plan: _Plan, root: Path) -> Iterator[Callable[[], Written]]:
     """What each rank has to do, one after the other: each a collective."""
-    yield lambda: _make_directories(plan, root)
+    yield lambda: _make_directories(root)
     if plan.format != "dcp":
         yield lambda: write_model(root, plan.leaves)
     if plan.format == "safetensors":
@@ -243,7 +243,7 @@ def _writers(plan: _Plan, root: Path) -> Iterator[Callable[[], Written]]:
         yield lambda: Written(write_dcp(root, plan.leaves))
 
 
-def _make_directories(plan: _Plan, root: Path) -> Written:
+def _make_directories(root: Path) -> Written:
     if not root.is_dir():
         raise FileNotFoundError(f"{root.parent} is not the directory rank 0 sees; use a file system all ranks share")
     for name in ("model", "state"):

@@ -73,7 +73,7 @@ class TrainConfig:
     seed: int = 0
     """Decides the initial parameters, the order of the samples and every random number, whatever the topology."""
     log_every: int = 10
-    """Steps between lines of metrics.jsonl; the last step always has one."""
+    """Steps between lines of metrics.jsonl; the last step and evaluated ones always have one."""
     eval_every: int = 0
     """Steps between evaluations; there is always one after the last step. 0: only that one."""
     log_with: tuple[Tracker, ...] = ()

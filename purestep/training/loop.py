@@ -108,15 +108,15 @@ def _train(
     for batch in _batches(config, experiment, runtime, order, start=state.step):
         clock.data_ready()
         state, values = step(state, to_device(batch, runtime.device))
-        log = _is_due(state.step, config.log_every, config.steps)
+        measure = evaluate is not None and _is_due(state.step, config.eval_every, config.steps)
+        log = measure or _is_due(state.step, config.log_every, config.steps)
         if log:
             values = to_floats(values)
         clock.step_done(values["weight"])
         reporter.step_done()
         if log:
-            reporter.write(step_record(state.step, config.batch_size, values, clock.take(runtime)))
-        if evaluate is not None and _is_due(state.step, config.eval_every, config.steps):
-            reporter.write(eval_record(state.step, evaluate(state)))
+            record = step_record(state.step, config.batch_size, values, clock.take(runtime))
+            reporter.write({**record, **eval_record(evaluate(state))} if measure else record)
         if _is_due(state.step, config.checkpoint.every, config.steps):
             reporter.sync()
             _save(checkpoints, state, order)

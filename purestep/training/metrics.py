@@ -87,9 +87,9 @@ def step_record(step: int, batch_size: int, values: Mapping[str, Any], costs: Ma
     return {"step": step, "samples": step * batch_size, **values, **costs}
 
 
-def eval_record(step: int, means: Mapping[str, Any]) -> Record:
-    """The line of metrics.jsonl for an evaluation after `step`."""
-    return {"step": step, **{f"eval/{name}": float(mean) for name, mean in means.items()}}
+def eval_record(means: Mapping[str, Any]) -> Record:
+    """What an evaluation adds to the line of its step."""
+    return {f"eval/{name}": float(means[name]) for name in sorted(means)}
 
 
 def to_floats(values: Mapping[str, Any]) -> dict[str, float]:

@@ -193,10 +193,13 @@ def _failures(directory: str) -> dict[str, str]:
             )
             assert sorted(os.listdir(directory)) == sorted(FORMATS[: FORMATS.index(format) + 1])
             assert restore(path, state).step == 7
+    said["rank 1 cannot write on"] = _message(lambda: _fail_in_the_middle(f"{directory}/safetensors", state))
+    assert restore(f"{directory}/safetensors", state).step == 7
     save(f"{directory}/dcp", state.replace(step=8), format="dcp")
     assert restore(f"{directory}/dcp", state).step == 8
     path = f"{directory}/safetensors"
     said["steps differ"] = _message(lambda: save(path, state.replace(step=7 + rank)))
+    said["half a mesh"] = _message(lambda: save(path, _on(dist.DeviceMesh("cpu", [0], mesh_dim_names=("shard",)))))
     said["bad metadata on rank 1"] = _message(lambda: save(path, state, metadata={"x": {1}} if rank == 1 else {}))
     other = state.replace(params={**state.params, "a.bias": torch.zeros(4), "more": torch.zeros(2)})
     said["misfit"] = _message(lambda: restore(path, other))
@@ -209,6 +212,22 @@ def _failures(directory: str) -> dict[str, str]:
     said["damage"] = _message(lambda: restore(path, state))
     said["digest"] = _message(lambda: _flip_after_check(path, state))
     return said
+
+
+def _fail_in_the_middle(path: str, state: TrainState) -> None:
+    """Save while rank 1 fails in its first write, with gathers to come that rank 0 waits in."""
+    write = safetensors_files._Writer._append_tensors
+
+    def full(writer: Any, tensors: Any) -> None:
+        if dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+        write(writer, tensors)
+
+    safetensors_files._Writer._append_tensors = full
+    try:
+        save(path, state.replace(step=8))
+    finally:
+        safetensors_files._Writer._append_tensors = write
 
 
 def _flip_after_check(path: str, state: TrainState) -> None:
@@ -226,9 +245,11 @@ def test_a_failure_on_one_rank_is_the_same_failure_on_all_and_leaves_the_old_che
             assert said[f"{format}, {who}"].startswith("CheckpointError"), said
             assert "File too large" in said[f"{format}, {who}"], said
         assert "rank 1" in said[f"{format}, rank 1"], said
+    assert "rank 1: [Errno 28] No space left" in said["rank 1 cannot write on"], said
     assert said["steps differ"].startswith("ValueError: every rank must save the same state, but rank 1 has step 8"), (
         said
     )
+    assert "lives on a mesh of 1 of the 2 ranks" in said["half a mesh"], said
     assert "metadata['x']" in said["bad metadata on rank 1"], said
     assert "missing in the checkpoint: params/more" in said["misfit"], said
     assert "shape of params/a.bias: (5,) in the checkpoint, (4,) asked for" in said["misfit"], said

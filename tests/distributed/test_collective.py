@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.toys import error_of
 
 
-class _Unportable(Exception):  # noqa: N818 - what it is, not how it ends
+class _Unportable(Exception):
     """Pickles, but cannot be rebuilt from its arguments; or does not pickle at all."""
 
     def __init__(self, first: str, second: Any):

@@ -173,16 +173,19 @@ def test_a_hostile_pickle_is_refused_before_anything_runs(tmp_path):
     assert (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["getattr", "eval", "__import__"])
-def test_builtins_cannot_be_reached_through_the_metadata(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("getattr", "an attribute of"), ("eval", "builtins.eval"), ("__import__", "builtins.__import__")],
+)
+def test_builtins_cannot_be_reached_through_the_metadata(tmp_path, name, message):
     import builtins
 
     class Reach:
         def __reduce__(self):
-            return getattr(builtins, name), ((str, "join") if name == "getattr" else ("os",))
+            return getattr(builtins, name), (("", "join") if name == "getattr" else ("os",))
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Reach()))
-    with pytest.raises(CheckpointError, match="not trusted"):
+    with pytest.raises(CheckpointError, match=f"not trusted: it asks for {message}"):
         read_metadata(tmp_path / ".metadata")
 
 
@@ -195,6 +198,19 @@ def test_an_enum_member_may_be_asked_for_as_python_3_11_first_did():
 
     data = io.BytesIO(pickle.dumps(Member()))
     assert dcp_files._MetadataUnpickler(data).load() is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+
+
+def test_a_dcp_table_that_lacks_a_part_of_a_leaf_is_refused(tmp_path):
+    path = save(tmp_path / "x", make_state(), format="dcp")
+    metadata = read_metadata(path / "state/.metadata")
+    metadata.state_dict_metadata["params/a"].chunks.clear()
+    (path / "state/.metadata").write_bytes(pickle.dumps(metadata))
+    manifest = json.loads((path / "state.json").read_text())
+    manifest["files"]["state/.metadata"] = (path / "state/.metadata").stat().st_size
+    _reseal_file(path, "state/.metadata")
+    reseal(path, json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"cannot read leaf 'params/a' from state/.metadata: 0 of 6 elements"):
+        restore(path, make_state(), verify=False)
 
 
 def test_a_hostile_data_file_of_dcp_runs_nothing(tmp_path):
@@ -371,6 +387,25 @@ def test_without_an_exchange_call_two_renames_do(tmp_path, monkeypatch):
     monkeypatch.setattr(commit, "_swap", lambda a, b: False)
     save(path, make_state(step=2))
     assert restore(path, make_state()).step == 2
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_when_the_second_of_two_renames_fails_the_first_is_taken_back(tmp_path, monkeypatch):
+    path = save(tmp_path / "x", make_state(step=1))
+    monkeypatch.setattr(commit, "_swap", lambda a, b: False)
+    rename, calls = os.rename, []
+
+    def second_fails(old, new):
+        calls.append(new)
+        if len(calls) == 2:
+            raise OSError(5, "Input/output error")
+        rename(old, new)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", second_fails)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            save(path, make_state(step=2))
+    assert restore(path, make_state()).step == 1
     assert os.listdir(tmp_path) == ["x"]
 
 
