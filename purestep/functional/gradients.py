@@ -16,7 +16,7 @@ from torch import Tensor
 from purestep.functional.means import Mean
 from purestep.sharding.engines import Session
 from purestep.sharding.pure_module import PureModule
-from purestep.sharding.reduction import mean_buffers, sum_scalars
+from purestep.sharding.reduction import OnHost, ScalarSums, mean_buffers
 from purestep.state.keys import Key
 from purestep.state.placement import local_tensor
 
@@ -62,11 +62,11 @@ class ValueAndGrad:
                     total, means = self._forward(session, microbatch, own_key, counts=counts)
                     sums = add_means(sums, means)
                     if last:
-                        sums = reduce_means(self.module, sums)
+                        sums, read_weight = reduce_means(self.module, sums)
                         written = {name: buffer.detach() for name, buffer in session.new_buffers().items()}
                         new_buffers = mean_buffers(runtime, written, buffers)
                     session.backward(total, last=last)
-            weight = float(sums[_LOSS].weight)
+            weight = read_weight()  # on its way to the host since before backward
             grads = session.gradients()
         _scale(grads, runtime.dp_size / weight if weight else 0.0)
         loss = sums.pop(_LOSS)
@@ -149,13 +149,22 @@ def add_means(sums: Mapping[str, Mean], means: Mapping[str, Mean]) -> dict[str, 
     return {**sums, **{name: sums[name] + mean if name in sums else mean for name, mean in means.items()}}
 
 
-def reduce_means(module: PureModule, means: Mapping[str, Mean]) -> dict[str, Mean]:
-    """Sum Means over ranks."""
+def reduce_means(module: PureModule, means: Mapping[str, Mean]) -> tuple[dict[str, Mean], Callable[[], float]]:
+    """Sum Means over ranks.
+
+    Returns:
+        The sums, and a function that gives the loss's weight as a number and raises if the ranks' names differ.
+    """
     if module.runtime.world_size == 1:
-        return dict(means)
-    names = sorted(means)
-    flat = sum_scalars(module.runtime, [part for name in names for part in (means[name].total, means[name].weight)])
-    return {name: Mean(flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(names)}
+        weight = means[_LOSS].weight
+        if not isinstance(weight, Tensor):
+            return dict(means), lambda: weight
+        on_host = OnHost(weight)
+        return dict(means), on_host.read  # type: ignore[return-value]
+    parts = {f"{name}/{part}": getattr(mean, part) for name, mean in means.items() for part in ("total", "weight")}
+    sums = ScalarSums(module.runtime, parts)
+    reduced = {name: Mean(sums.values[f"{name}/total"], sums.values[f"{name}/weight"]) for name in means}
+    return reduced, lambda: sums.read()[f"{_LOSS}/weight"]
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
@@ -167,7 +176,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     """
     flat, structure = pytree.tree_flatten_with_path(batch)
     for path, x in flat:
-        if hasattr(x, "__array__") and not isinstance(x, Tensor):
+        if getattr(x, "ndim", 0) and not isinstance(x, Tensor):
             raise TypeError(
                 f"batch{pytree.keystr(path)} is a {type(x).__name__}, which is not split into microbatches "
                 "with the tensors; make it a tensor (torch.as_tensor)"

@@ -99,8 +99,9 @@ def eval_step(module: PureModule, loss: Loss) -> Callable[[TrainState, Any], dic
         scope = ambient(key).scope(runtime.device)
         with module.evaluation(state.params, state.buffers) as session, scope, runtime.autocast():
             means = call_loss(loss, session.model, batch, key)
-        means = {name or "loss": mean for name, mean in means.items()}
-        return reduce_means(module, means)
+        sums, check = reduce_means(module, means)
+        check()
+        return {name or "loss": mean for name, mean in sums.items()}
 
     return step
 

@@ -39,6 +39,8 @@ def leave_meta(root: nn.Module, device: torch.device) -> None:
                 param.sharded_param = new
                 param._setattr_on_modules(new)
                 param.reset_sharded_param()
+                # Nothing reads it before `bind` puts a state's shard in its place.
+                param._sharded_param_data.untyped_storage().resize_(0)
 
 
 def bind(param: Any, leaf: Tensor) -> bool:
@@ -94,6 +96,9 @@ def recover(root: nn.Module) -> None:
         for param in group.fsdp_params:
             param.sharded_param.grad = None
             param.unsharded_accumulated_grad = None
+            # reset_iter_state leaves what an aborted backward did not reduce yet: the next one would add to it.
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
     reshard(root)
 
 

@@ -74,8 +74,8 @@ def launched_world_size(environ: Mapping[str, str] | None = None) -> int:
         for name in _MPI_SIZES:
             if environ.get(name, "1") != "1":
                 raise ConfigError(
-                    f"started by MPI ({name}={environ[name]}), which is no launcher of purestep; start several processes "
-                    f"with torchrun or accelerate launch, or unset {name} for one"
+                    f"started by MPI ({name}={environ[name]}), which is no launcher of purestep; start several "
+                    f"processes with torchrun or accelerate launch, or unset {name} for one"
                 )
         return 1
     numbers = {}

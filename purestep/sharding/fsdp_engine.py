@@ -102,7 +102,7 @@ def _fully_shard(model: nn.Module, plan: Plan, runtime: Runtime) -> None:
         reduce_dtype=torch.float32
         if knobs.reduce_dtype == "fp32" and knobs.param_dtype == "bf16"
         else dtypes[knobs.reduce_dtype],
-        cast_forward_inputs=False,
+        cast_forward_inputs=runtime.config.mixed_precision == "no",  # autocast has its own rules
     )
     modules = dict(model.named_modules())
     for unit in sorted(plan.units, key=lambda unit: -unit.path.count(".") if unit.path else 1):

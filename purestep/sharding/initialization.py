@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from purestep.sharding.pure_module import PureModule
 
 _UNSET = 0xA5  # every byte of a tensor before its module initializes it
+_StandIns = dict[int, tuple[Tensor, int, Tensor | None]]  # by id: itself, its version, a copy if it was not blank
 
 
 def init(module: PureModule, optimizer: Any, key: Key) -> TrainState:
@@ -60,6 +61,7 @@ def init(module: PureModule, optimizer: Any, key: Key) -> TrainState:
         leaf = empty_leaf(wanted[slot.name], device)
         copy_block(leaf, value)
         values[slot.name] = leaf
+        del value  # before the next module's are made
     _keep_the_rest(module, leaves, values)
     params = {name: values[name] for name in module.leaves.params}
     buffers = {name: values[name] for name in module.leaves.buffers}
@@ -90,12 +92,13 @@ def abstract_state(module: PureModule, optimizer: Any) -> TrainState:
 def initialize_constants(model: nn.Module, leaves: ModuleLeaves, device: torch.device) -> None:
     """Give meta-device non-persistent buffers the values their modules compute, and move all to `device`."""
     missing = {name: leaf for name, leaf in leaves.constants.items() if _tensor_at(leaf.slots[0]).is_meta}
-    for slot, value in _initial_values(model, missing, Key(b"\0" * 16)):
-        for place in missing[slot.name].slots:
-            place.module._buffers[place.attr] = value
-        missing.pop(slot.name)
-    if missing:
-        raise ValueError(_unset_message(next(iter(missing.values()))))
+    # All before the first is placed: a module being initialized gets its own tensors back afterwards.
+    values = {slot.name: value for slot, value in _initial_values(model, missing, Key(b"\0" * 16))}
+    for name, leaf in missing.items():
+        if name not in values:
+            raise ValueError(_unset_message(leaf))
+        for place in leaf.slots:
+            place.module._buffers[place.attr] = values[name]
     for leaf in leaves.constants.values():
         moved = _tensor_at(leaf.slots[0]).to(device)
         for place in leaf.slots:
@@ -149,6 +152,7 @@ def _initial_values(model: nn.Module, leaves: Mapping[str, Leaf], key: Key) -> I
             for slot in slots:
                 if slot.name in wanted and _was_set(_tensor_at(slot), before):
                     yield slot, _tensor_at(slot).detach()
+        del before, slots  # not kept while the next group gets its own
 
 
 def _groups(path: str, module: nn.Module, holders: set[int]) -> Iterator[list[tuple[str, nn.Module]]]:
@@ -184,22 +188,23 @@ def _run_initializers(root: nn.Module, module: nn.Module, key: Key) -> None:
 
 
 @contextmanager
-def _blank(slots: list[Slot]) -> Iterator[dict[int, tuple[Tensor, int, Tensor]]]:
+def _blank(slots: list[Slot]) -> Iterator[_StandIns]:
     """Put whole CPU stand-ins into `slots`, and what was there back afterwards.
 
     Parameters start blank, buffers with the constructor's value where there is one (a `reset_parameters` may read it).
 
     Yields:
-        By id, each stand-in with its version and a copy, for `_was_set`.
+        The stand-ins as they are at the start, for `_was_set`.
     """
     old = [(slot, _tensor_at(slot)) for slot in slots]
     stand_ins: dict[int, Tensor] = {}
-    before = {}
+    before: _StandIns = {}
     try:
         for slot, tensor in old:
             if id(tensor) not in stand_ins:
-                stand_in = _stand_in(tensor.detach(), keep=slot.attr in slot.module._buffers)
-                copy = stand_in.clone()
+                keep = slot.attr in slot.module._buffers and not tensor.is_meta
+                stand_in = _stand_in(tensor.detach(), keep=keep)
+                copy = stand_in.clone() if keep else None
                 if slot.attr in slot.module._parameters:
                     stand_in = nn.Parameter(stand_in, tensor.requires_grad)
                 stand_ins[id(tensor)] = stand_in
@@ -212,7 +217,7 @@ def _blank(slots: list[Slot]) -> Iterator[dict[int, tuple[Tensor, int, Tensor]]]
 
 
 def _stand_in(tensor: Tensor, *, keep: bool) -> Tensor:
-    if keep and not tensor.is_meta:
+    if keep:
         return tensor.to("cpu", copy=True)
     blank = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     if blank.numel():
@@ -220,16 +225,19 @@ def _stand_in(tensor: Tensor, *, keep: bool) -> Tensor:
     return blank
 
 
-def _was_set(value: Tensor, before: Mapping[int, tuple[Tensor, int, Tensor]]) -> bool:
+def _was_set(value: Tensor, before: _StandIns) -> bool:
     if id(value) not in before:
         return True  # replaced by an assignment
     _, version, copy = before[id(value)]
+    if value.numel() == 0 or value._version != version:
+        return True
     # Writes through .data leave the version alone, hence the values.
-    return value.numel() == 0 or value._version != version or not _same_bits(value.detach(), copy)
+    bits = _bits(value.detach())
+    return not bool((bits == _UNSET).all()) if copy is None else not torch.equal(bits, _bits(copy))
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _table(slot: Slot) -> dict[str, Any]:

@@ -188,8 +188,8 @@ def _refuse_wrapped(model: nn.Module) -> None:
         found = wrappers.intersection(cls.__name__ for cls in type(module).__mro__)
         if found:
             raise ValueError(
-                f"{path or 'the model'} is a {found.pop()} already, and only a plain module can be mapped to a topology; "
-                "build the model anew"
+                f"{path or 'the model'} is a {found.pop()} already, and only a plain module can be mapped to "
+                "a topology; build the model anew"
             )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,18 +11,56 @@ from torch import Tensor
 
 from purestep.sharding.runtime import Runtime
 
+_ROUND = 16  # scalars a message is padded to a multiple of, so that ranks with a few names more or less still meet
 
-def sum_scalars(runtime: Runtime, values: Sequence[Any]) -> Tensor:
-    """Sum each scalar over ranks, in float64 where the device has it.
 
-    Returns:
-        A tensor of shape (len(values),) on the runtime's device, equal on every rank.
-    """
-    dtype = torch.float32 if runtime.device.type == "mps" else torch.float64
-    stacked = torch.stack(
-        [torch.as_tensor(value, device=runtime.device).detach().to(dtype).reshape(()) for value in values]
-    )
-    return runtime.all_reduce(stacked)
+class OnHost:
+    """Scalars of a device on their way to the host: asked for now, waited for when they are read."""
+
+    def __init__(self, values: Tensor):
+        self._event = None
+        self._values = values
+        if values.device.type in ("cuda", "xpu"):
+            self._values = values.to("cpu", non_blocking=True)
+            self._event = torch.get_device_module(values.device).Event()
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """The values; waits for what produced them, but not for what was launched after."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()
+
+
+class ScalarSums:
+    """Scalars summed over ranks: `values` on the device, `read()` on the host."""
+
+    def __init__(self, runtime: Runtime, values: Mapping[str, Any]):
+        self._names = sorted(values)
+        # Equal on all ranks if and only if its sum and its sum of squares are what they then must be.
+        self._print = float(zlib.crc32(repr(self._names).encode()) % 2**20)
+        self._num_ranks = runtime.world_size
+        dtype = torch.float32 if runtime.device.type == "mps" else torch.float64
+        row = [self._print, self._print**2, *(values[name] for name in self._names)]
+        row += [0.0] * (-len(row) % _ROUND)
+        scalars = [torch.as_tensor(x, device=runtime.device).detach().to(dtype).reshape(()) for x in row]
+        flat = runtime.all_reduce(torch.stack(scalars))
+        self.values = dict(zip(self._names, flat[2:], strict=False))
+        self._host = OnHost(flat)
+
+    def read(self) -> dict[str, float]:
+        """The sums by name.
+
+        Raises:
+            ValueError: on every rank, if the ranks have different names.
+        """
+        total, squares, *sums = self._host.read()
+        if (total, squares) != (self._print * self._num_ranks, self._print**2 * self._num_ranks):
+            raise ValueError(
+                f"ranks report metrics of different names; here {', '.join(filter(None, self._names))}: a loss returns "
+                "the same ones on every rank, with weight 0 where there is nothing to report"
+            )
+        return dict(zip(self._names, sums, strict=False))
 
 
 def mean_buffers(runtime: Runtime, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:

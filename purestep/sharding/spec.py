@@ -220,11 +220,11 @@ def _check_repeated(spec: ShardingSpec, modules: Mapping[str, nn.Module], rules:
         blocks = {f"{path}.{name}" if path else name: child for name, child in container.named_children()}
         by_class: dict[type, list[str]] = {}
         for child_path, child in blocks.items():
-            if any(True for _ in child.parameters()) and not isinstance(child, nn.ModuleList | nn.Sequential):
+            if any(True for _ in child.parameters()) and _is_block(child):
                 by_class.setdefault(type(child), []).append(child_path)
         for cls, paths in by_class.items():
             loose = [p for p in paths if not _unit_of(p, rules) and not _has_unit(p, rules)]
-            declared = [p for p in loose if any(_pattern(glob).fullmatch(p) for glob in spec.root)]
+            declared = [p for p in loose if any(_pattern(glob).fullmatch(a) for glob in spec.root for a in _around(p))]
             if len(paths) > 1 and len(loose) > len(declared):
                 raise ShardingError(
                     f"repeated blocks in no unit: {_some(p for p in loose if p not in declared)} "
@@ -232,6 +232,13 @@ def _check_repeated(spec: ShardingSpec, modules: Mapping[str, nn.Module], rules:
                     f"gathered all at once with the root; add a rule such as {path + '.*' if path else '*'!r}, "
                     "or declare them with ShardingSpec(root=...)"
                 )
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Whether a list of such modules is a list of blocks, rather than a list of lists or a small network of layers."""
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        return False
+    return any(True for _ in module.children()) or not type(module).__module__.startswith("torch.nn.")
 
 
 def _has_unit(path: str, rules: Mapping[str, Unit]) -> bool:

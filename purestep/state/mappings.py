@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch.utils._pytree as pytree
+from torch import Tensor
 
 
 class ConsumedStateError(RuntimeError):
@@ -65,7 +66,7 @@ def freeze(tree: Any) -> Any:
     if isinstance(tree, FrozenDict):
         return tree
     if isinstance(tree, Mapping):
-        return FrozenDict({name: freeze(value) for name, value in tree.items()})
+        return FrozenDict({name: _leaf_or(freeze, value) for name, value in tree.items()})
     if type(tree) in (list, tuple):
         return type(tree)(freeze(value) for value in tree)
     return tree
@@ -74,7 +75,7 @@ def freeze(tree: Any) -> Any:
 def rebuild(tree: Any) -> Any:
     """Copy every container of `tree`, frozen ones too; the leaves are shared."""
     if isinstance(tree, FrozenDict):
-        return FrozenDict({name: rebuild(value) for name, value in tree.items()})
+        return FrozenDict({name: _leaf_or(rebuild, value) for name, value in tree.items()})
     if type(tree) in (list, tuple):
         return type(tree)(rebuild(value) for value in tree)
     return tree
@@ -85,10 +86,16 @@ def frozen_dicts(tree: Any) -> Iterable[FrozenDict]:
     if isinstance(tree, FrozenDict) and not isinstance(tree, _ConsumedDict):
         yield tree
         for value in tree.values():
-            yield from frozen_dicts(value)
+            if type(value) is not Tensor:
+                yield from frozen_dicts(value)
     elif type(tree) in (list, tuple):
         for value in tree:
             yield from frozen_dicts(value)
+
+
+def _leaf_or(function: Callable[[Any], Any], value: Any) -> Any:
+    """`value` if it is a plain tensor, as most are in a step's hot path, else `function(value)`."""
+    return value if type(value) is Tensor else function(value)
 
 
 def consume(mapping: FrozenDict, message: str) -> None:

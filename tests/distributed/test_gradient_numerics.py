@@ -11,7 +11,7 @@ from torch import nn
 
 import purestep as ps
 from tests.ranks import run_on
-from tests.toys import TOPOLOGIES, ToyT, runtime_on, toy_batch, toy_loss, whole
+from tests.toys import TOPOLOGIES, ToyT, error_of, runtime_on, toy_batch, toy_loss, whole
 
 Rows = list[list[float]]
 
@@ -121,6 +121,30 @@ def test_b02_ranks_with_different_numbers_of_tokens(topology):
         assert empty["step"] == 1
         assert empty["metrics"]["weight"] == 0
         assert all(math.isfinite(value) for value in empty["metrics"].values())
+
+
+def _names_of_metrics(topology: tuple[int, int]) -> list[Any]:
+    with runtime_on(topology) as runtime:
+        module = ps.shard(ToyT(), runtime=runtime)
+        optimizer = ps.sgd(0.1)
+        state = ps.init(module, optimizer, ps.key(0))
+        errors = []
+        for names in ({0: "a", 1: "b"}, {0: "aaaa", 1: ""}, {0: "ab", 1: "ab"}):
+
+            def loss(model: nn.Module, batch: Any, key: ps.Key, names: dict[int, str] = names) -> Any:
+                return toy_loss(model, batch, key), dict.fromkeys(names[runtime.rank], 1.0)
+
+            for call in (ps.train_step(module, loss, optimizer), ps.eval_step(module, loss)):
+                errors.append(error_of(call, state, toy_batch([1, 2])))
+        return errors
+
+
+@pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["ddp", "fsdp2"])
+def test_metrics_of_other_names_on_other_ranks_are_refused_everywhere(topology):
+    for *wrong, step, evaluation in run_on(topology, _names_of_metrics):
+        assert [kind for kind, _ in wrong] == ["ValueError"] * 4
+        assert all("ranks report metrics of different names" in message for _, message in wrong)
+        assert step is evaluation is None
 
 
 class _Rows(nn.Module):
