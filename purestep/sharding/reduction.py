@@ -43,7 +43,7 @@ class ScalarSums:
         dtype = torch.float32 if runtime.device.type == "mps" else torch.float64
         row = [self._print, self._print**2, *(values[name] for name in self._names)]
         row += [0.0] * (-len(row) % _ROUND)
-        scalars = [torch.as_tensor(x, device=runtime.device).detach().to(dtype).reshape(()) for x in row]
+        scalars = [torch.as_tensor(x, dtype=dtype, device=runtime.device).detach().reshape(()) for x in row]
         flat = runtime.all_reduce(torch.stack(scalars))
         self.values = dict(zip(self._names, flat[2:], strict=False))
         self._host = OnHost(flat)
