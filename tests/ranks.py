@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -15,6 +14,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+import torch
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "accelerate"])
@@ -30,11 +31,15 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     The processes see what torchrun would set (RANK, WORLD_SIZE, ...); they start with one thread and with warnings as
     errors. `function` is a module-level function of a test module; arguments and results are pickled.
     """
+    # As torchrun does, the launcher keeps the store: on a port that nobody else can get, and until the last rank ends.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": "1",
     }
     with tempfile.TemporaryDirectory() as logs:
@@ -74,8 +79,6 @@ def _rank(sender: Connection, function: Callable, args: tuple, env: dict[str, st
         faulthandler.enable(stream)
         faulthandler.dump_traceback_later(max(timeout - 5, 1), file=stream)
         try:
-            import torch
-
             torch.set_num_threads(1)
             warnings.simplefilter("error")
             result = ("ok", function(*args))
@@ -115,9 +118,3 @@ def _tail(logs: str, rank: int, size: int = 4000) -> str:
     log = Path(logs, f"rank{rank}.log")
     text = log.read_text(errors="replace")[-size:] if log.exists() else ""
     return f"\n--- stderr of rank {rank} ---\n{text}" if text.strip() else ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
