@@ -148,7 +148,7 @@ def start(
         _open.accelerator = _build_accelerator(config, topology, device_type, log_with, project_dir)
         _open.device = _open.accelerator.device if device_type != "cpu" else _open.device
         _open.mesh = _build_mesh(topology, device_type)
-        # Everybody is here, and connected to everybody: a rank that fails right away does not take others down at theirs.
+        # Everybody is connected to everybody: a rank that fails right away does not take others down at their start.
         _open.all_reduce(torch.zeros(1, device=_open.device))
     except BaseException:
         _open.close()
