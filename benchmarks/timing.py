@@ -9,11 +9,20 @@ from collections.abc import Callable
 
 
 def interleave(
-    contenders: dict[str, Callable[[], object]], *, rounds: int = 5, steps: int = 30
+    contenders: dict[str, Callable[[], object]],
+    *,
+    rounds: int = 5,
+    steps: int = 30,
+    warmups: int = 5,
+    before: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds a step of each contender, one figure a round (the median of its steps), after a warm-up of each."""
+    """Seconds a step of each contender, one figure a round (the median of its steps), after a warm-up of each.
+
+    `before` is called before every step; its time does not count.
+    """
     for contender in contenders.values():
-        for _ in range(5):
+        for _ in range(warmups):
+            before()
             contender()
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
@@ -21,6 +30,7 @@ def interleave(
             gc.collect()
             times = []
             for _ in range(steps):
+                before()
                 start = time.perf_counter()
                 contender()
                 times.append(time.perf_counter() - start)

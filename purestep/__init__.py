@@ -6,7 +6,9 @@ without importing torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from purestep._lazy import attach
 
 __version__ = "0.1.0"
 
@@ -20,8 +22,13 @@ _PUBLIC = {
         "check_replicas",
         "save",
         "restore",
+        "RestoreReport",
         "describe",
         "verify",
+        "diff",
+        "Comparison",
+        "convert",
+        "import_params",
         "Checkpoints",
         "CheckpointError",
     ),
@@ -75,20 +82,7 @@ _SOURCES = {name: package for package, names in _PUBLIC.items() for name in name
 __all__ = ["__version__", *_SOURCES]
 
 
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name in _SOURCES:
-        value = getattr(import_module(f"{__name__}.{_SOURCES[name]}"), name)
-        globals()[name] = value
-        return value
-    if name in (*_PUBLIC, "testing"):
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_PUBLIC, "testing"})
+__getattr__, __dir__ = attach(__name__, {**_SOURCES, **{name: name for name in (*_PUBLIC, "testing")}})
 
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = ("inspect", "verify", "diff", "convert")
 LAUNCHER_FLAGS = {"--nproc-per-node", "--multi_gpu", "--num_processes", "--help"}
 
 
@@ -31,13 +32,13 @@ def test_the_python_runs_as_one_program_and_says_what_is_promised(tmp_path, monk
 
 
 def test_every_flag_exists():
-    help_text = subprocess.run(
-        [sys.executable, ROOT / "examples" / "lm.py", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment(),
-    ).stdout
+    programs = [[ROOT / "examples" / "lm.py"], *(["-m", "purestep", command] for command in COMMANDS)]
+    help_text = "".join(
+        subprocess.run(
+            [sys.executable, *program, "--help"], capture_output=True, text=True, check=True, env=environment()
+        ).stdout
+        for program in programs
+    )
     known = set(re.findall(r"--[a-z][\w.-]*", help_text)) | LAUNCHER_FLAGS
     shown = {flag.rstrip(".") for flag in re.findall(r"(?<![\w-])--[a-z][\w.-]*", README)}
     assert len(shown) > 20

@@ -7,9 +7,11 @@ import hashlib
 import math
 import operator
 import random
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -181,9 +183,19 @@ def loader(
         num_workers=num_workers,
         collate_fn=collate_fn,
         pin_memory=pin_memory,
+        worker_init_fn=_outlive_a_sigterm,
         # DataLoader draws its workers' seeds from this generator; without it, from the ambient one.
         generator=order.key.fold_in("loader").generator(),
     )
+
+
+def _outlive_a_sigterm(worker: int) -> None:
+    """Launchers send SIGTERM to workers as well, which have to last until the run has saved and ends them itself."""
+
+    def ignore(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, ignore)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ Names load on first use, so that a program can parse its configuration without i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from purestep._lazy import attach
 
 _SOURCES = {
     "ParallelismConfig": "config",
@@ -31,18 +33,7 @@ _SOURCES = {
 __all__ = list(_SOURCES)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _SOURCES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    value = getattr(import_module(f"{__name__}.{_SOURCES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = attach(__name__, _SOURCES)
 
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from purestep.sharding.config import AcceleratorConfig, ConfigError, ParallelismConfig, Topology
 from purestep.sharding.environment import launched_on_cpu, launched_world_size, refuse_interference, without_launcher
+from purestep.state.background import finish_running
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -94,6 +95,7 @@ class Runtime:
                 for tracker in self.accelerator.trackers:
                     tracker.finish()
         finally:
+            finish_running()  # saves in flight need the process group
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             AcceleratorState._reset_state(reset_partial_state=True)

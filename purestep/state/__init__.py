@@ -5,7 +5,9 @@ Names load on first use: a checkpoint can be described and verified without impo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from purestep._lazy import attach
 
 _SOURCES = {
     "TrainState": "train_state",
@@ -15,9 +17,14 @@ _SOURCES = {
     "ConsumedStateError": "mappings",
     "check_replicas": "digests",
     "save": "checkpoint",
-    "restore": "checkpoint",
+    "restore": "restoring",
+    "RestoreReport": "matching",
     "describe": "integrity",
     "verify": "integrity",
+    "diff": "comparison",
+    "Comparison": "comparison",
+    "convert": "conversion",
+    "import_params": "importing",
     "Checkpoints": "checkpoints",
     "CheckpointError": "manifest",
 }
@@ -25,25 +32,17 @@ _SOURCES = {
 __all__ = list(_SOURCES)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _SOURCES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    value = getattr(import_module(f"{__name__}.{_SOURCES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = attach(__name__, _SOURCES)
 
 
 if TYPE_CHECKING:
-    from purestep.state.checkpoint import restore as restore
     from purestep.state.checkpoint import save as save
     from purestep.state.checkpoints import Checkpoints as Checkpoints
+    from purestep.state.comparison import Comparison as Comparison
+    from purestep.state.comparison import diff as diff
+    from purestep.state.conversion import convert as convert
     from purestep.state.digests import check_replicas as check_replicas
+    from purestep.state.importing import import_params as import_params
     from purestep.state.integrity import describe as describe
     from purestep.state.integrity import verify as verify
     from purestep.state.keys import Key as Key
@@ -51,4 +50,6 @@ if TYPE_CHECKING:
     from purestep.state.manifest import CheckpointError as CheckpointError
     from purestep.state.mappings import ConsumedStateError as ConsumedStateError
     from purestep.state.mappings import FrozenDict as FrozenDict
+    from purestep.state.matching import RestoreReport as RestoreReport
+    from purestep.state.restoring import restore as restore
     from purestep.state.train_state import TrainState as TrainState

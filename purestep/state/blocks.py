@@ -13,6 +13,7 @@ from torch import Tensor
 from purestep.state.placement import block_of, default_rank, is_dtensor, local_tensor
 
 T = TypeVar("T")
+_CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 def gather_to(owner: int, leaf: Tensor) -> list[Tensor] | None:
@@ -24,16 +25,40 @@ def gather_to(owner: int, leaf: Tensor) -> list[Tensor] | None:
         return [leaf] if default_rank() == owner else None
     axes = [axis for axis, placement in enumerate(leaf.placements) if placement.is_shard()]  # type: ignore[attr-defined]
     if not axes or leaf.numel() == 0:
-        return [leaf.new_empty(()).expand(0) if axes else local_tensor(leaf)] if default_rank() == owner else None
+        return [local_tensor(leaf).new_empty(0) if axes else local_tensor(leaf)] if default_rank() == owner else None
     if len(axes) > 1:
-        whole = leaf.detach().full_tensor()  # type: ignore[attr-defined]
+        whole = whole_tensor(leaf)
         return [whole] if default_rank() == owner else None
     return _gather_axis(owner, leaf, axes[0])
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
     """The elements' bytes in row-major order, shape (bytes,); a view where the layout allows it."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # of one element, or none: any stride is contiguous then, but cannot be viewed as bytes
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
+
+
+def whole_tensor(leaf: Tensor) -> Tensor:
+    """The global tensor of a DTensor, on every rank. Collective.
+
+    Its bits are carried by dtypes that every backend can send: gloo has no float8 and no unsigned integers.
+    """
+    local, carrier = local_tensor(leaf).detach(), _CARRIERS.get(leaf.element_size())
+    if carrier is None:
+        return leaf.detach().full_tensor()  # type: ignore[attr-defined]
+    from torch.distributed.tensor import DTensor
+
+    bits = DTensor.from_local(
+        local.resolve_conj().resolve_neg().view(carrier),
+        leaf.device_mesh,  # type: ignore[attr-defined]
+        leaf.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=leaf.shape,
+        stride=leaf.stride(),
+    )
+    return bits.full_tensor().view(leaf.dtype)
 
 
 def _gather_axis(owner: int, leaf: Tensor, axis: int) -> list[Tensor] | None:
@@ -84,22 +109,23 @@ class Target:
     offset: tuple[int, ...]
 
 
-def allocate(like: Tensor, device: torch.device | str | None) -> Target:
+def allocate(like: Tensor, device: torch.device | str | None, dtype: torch.dtype | None = None) -> Target:
     """A new, unfilled leaf of the shape, dtype and placement of `like`, which may be a meta tensor.
 
     A sharded leaf goes to its mesh's device. A plain one goes to `device`; by default to where `like` is, and to the
-    CPU if that is a meta tensor.
+    CPU if that is a meta tensor. `dtype` replaces that of `like`.
     """
+    dtype = dtype or like.dtype
     if not is_dtensor(like):
         if device is None:
             device = "cpu" if like.is_meta else like.device
-        leaf = torch.empty(like.shape, dtype=like.dtype, device=device)
+        leaf = torch.empty(like.shape, dtype=dtype, device=device)
         return Target(leaf, leaf, (0,) * like.ndim)
     from torch.distributed.tensor import DTensor
 
     block = block_of(like)
     where = _mesh_device(like) if block.local.is_meta else block.local.device
-    local = _empty_shard(like, tuple(block.local.shape), where)
+    local = _empty_shard(like, tuple(block.local.shape), dtype, where)
     leaf = DTensor.from_local(
         local,
         like.device_mesh,  # type: ignore[attr-defined]
@@ -118,15 +144,15 @@ def _mesh_device(like: Tensor) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _empty_shard(like: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def _empty_shard(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     # FSDP2 computes on storage padded to one size a rank: give an uneven shard the rows it would have there.
     axes = [axis for axis, placement in enumerate(like.placements) if placement.is_shard()]  # type: ignore[attr-defined]
     if not axes or any(like.placements[axis].dim != 0 for axis in axes):  # type: ignore[attr-defined]
-        return torch.empty(shape, dtype=like.dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
     rows = -(-like.shape[0] // math.prod(like.device_mesh.size(axis) for axis in axes))  # type: ignore[attr-defined]
     if rows <= shape[0]:
-        return torch.empty(shape, dtype=like.dtype, device=device)
-    return torch.zeros((rows, *shape[1:]), dtype=like.dtype, device=device).narrow(0, 0, shape[0])
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.zeros((rows, *shape[1:]), dtype=dtype, device=device).narrow(0, 0, shape[0])
 
 
 def fill(

@@ -1,48 +1,41 @@
-"""Checkpoints of a `TrainState`: written whole or not at all, read only if they are what was written."""
+"""Writing a `TrainState` to a checkpoint: whole, or not at all."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import purestep
-from purestep.state.blocks import Target, allocate
 from purestep.state.collective import from_rank_zero, gather_objects, on_every_rank
 from purestep.state.commit import Replacement
-from purestep.state.dcp_files import DcpError, DcpReader, write_dcp
-from purestep.state.digests import digest_of_table, leaf_digests
-from purestep.state.integrity import SUMS, Contents, damage, open_checkpoint, refuse_damage, write_file, write_sums
-from purestep.state.keys import Key
+from purestep.state.dcp_files import write_dcp
+from purestep.state.digests import add_up, block_digests, digest_of_table
+from purestep.state.integrity import SUMS, write_file, write_sums
 from purestep.state.manifest import (
     FORMATS,
     MANIFEST,
     TREES,
-    CheckpointError,
-    DamagedCheckpointError,
     LeafInfo,
     Manifest,
     StoredBlock,
     as_json,
-    decode_tree,
     dump,
     encode_tree,
-    plain_names,
 )
-from purestep.state.placement import default_rank, default_world_size, is_dtensor, local_tensor
-from purestep.state.safetensors_files import SafetensorsReader, Written, check_model_names, write_model, write_shards
-from purestep.state.train_state import TrainState, map_leaves, named_leaves
+from purestep.state.opening import fingerprint, naming, together
+from purestep.state.placement import block_of, default_world_size, is_dtensor, local_tensor
+from purestep.state.safetensors_files import Written, check_model_names, write_leaves
+from purestep.state.train_state import TrainState
+from purestep.state.workers import Pool
 
-T = TypeVar("T")
 _ENTRIES = (MANIFEST, SUMS, "model", "state")
 
 
@@ -92,99 +85,30 @@ def save(
     >>> restored.digest() == state.digest()
     True
     """
-    plan = _together(path, lambda: _plan(state, format, metadata))
+    plan = together(path, lambda: _plan(state, format, metadata))
     _refuse_disagreement(state, plan)
-    sums = leaf_digests(plan.leaves)
-    with _replacing(path) as root:
+    _finish_on_devices(plan.leaves)
+    held = {name: block_of(leaf) for name, leaf in plan.leaves.items()}
+    with Pool(1) as pool, _replacing(path) as root:
+        parts = pool.submit(block_digests, held)  # while files are written, which waits for the disk now and then
         files: dict[str, tuple[str, int]] = {}
         blocks: dict[str, list[StoredBlock]] = {}
         for write in _writers(plan, root):
-            for written in on_every_rank(lambda write=write: _naming(path, write)):  # type: ignore[misc]
+            for written in on_every_rank(lambda write=write: naming(path, write)):  # type: ignore[misc]
                 files.update(written.files)
                 for name, stored in written.blocks.items():
                     blocks.setdefault(name, []).extend(stored)
+        sums = add_up(held, together(path, parts.result))
         manifest = _manifest(state, plan, sums, files, blocks)
-        from_rank_zero(lambda: _naming(path, lambda: _write_tables(root, manifest, files)))
+        from_rank_zero(lambda: naming(path, lambda: _write_tables(root, manifest, files)))
     return Path(path)
 
 
-def restore(
-    path: str | os.PathLike,
-    abstract_state: TrainState,
-    *,
-    device: torch.device | str | None = None,
-    verify: bool = True,
-) -> TrainState:
-    """Read a checkpoint into a new state of the shapes, dtypes and placements of `abstract_state`.
-
-    The checkpoint must hold exactly the leaves asked for. It may have been saved on any other topology: each rank reads
-    the bytes of its own shards. In a process group this is a collective call, and if it fails on one rank, all raise.
-
-    Args:
-        path: the checkpoint's directory.
-        abstract_state: says what to make: `ps.abstract_state(module, optimizer)`, or any state of the run. Its values,
-            step and key are not used, and it is not changed.
-        device: where plain (unsharded) leaves go; by default to where the abstract ones are, and to the CPU if those
-            are meta tensors. Sharded leaves go to their mesh's device.
-        verify: compare every file with `SHA256SUMS` before reading, and every leaf's digest after.
-
-    Returns:
-        The state, with step, key and the plain values of `extra` as saved.
-
-    Raises:
-        CheckpointError: it is missing, incomplete or damaged (names the files); or it does not fit the abstract state
-            (names every missing, unexpected, mis-shaped and differently typed leaf).
-
-    >>> import tempfile, torch, purestep as ps
-    >>> state = ps.TrainState(step=3, params={"w": torch.ones(2)}, buffers={}, opt_state={}, key=ps.key(0))
-    >>> other = state.replace(params={"w": torch.ones(3), "b": torch.ones(1)})
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     path = ps.save(f"{directory}/demo", state)
-    ...     try:
-    ...         ps.restore(path, other)
-    ...     except ps.CheckpointError as error:
-    ...         print(error)
-    checkpoint ...demo (step 3) does not fit the state asked for:
-      missing in the checkpoint: params/b
-      shape of params/w: (2,) in the checkpoint, (3,) asked for
-    """
-    contents = open_together(path, verify=verify)
-    targets = _together(path, lambda: _read(contents, abstract_state, device))
-    leaves = {name: target.leaf for name, target in targets.items()}
-    if verify:
-        sums = leaf_digests(leaves)
-        _together(path, lambda: _compare(contents, sums))
-    manifest = contents.manifest
-    return map_leaves(
-        lambda name, leaf: leaves.get(name, leaf),
-        abstract_state,
-        step=manifest.step,
-        key=Key.from_hex(manifest.key),
-        extra=decode_tree(manifest.extra, leaves.__getitem__),
-    )
-
-
-def open_together(path: str | os.PathLike, *, verify: bool = True) -> Contents:
-    """The tables of a checkpoint, and every file checked, each by one of the ranks. All ranks agree or all raise.
-
-    Raises:
-        CheckpointError: it is missing, incomplete or damaged; names the files.
-    """
-
-    def check() -> Contents:
-        contents = open_checkpoint(path)
-        if verify:
-            files = contents.manifest.files
-            by_size = sorted(files, key=lambda name: (-files[name], name))
-            problems.extend(damage(contents, by_size[default_rank() :: default_world_size()]))
-        return contents
-
-    problems: list[str] = []
-    contents = _together(path, check)
-    refuse_damage(contents, [line for lines in gather_objects(problems) for line in lines])
-    if len({_fingerprint(sums) for sums in gather_objects(contents.sums)}) > 1:
-        raise CheckpointError(f"checkpoint {path}: the ranks see different files; use a file system they share")
-    return contents
+def refuse_unsaveable(
+    path: str | os.PathLike, state: TrainState, *, format: str, metadata: Mapping[str, Any] | None
+) -> None:
+    """Raise what `save` would raise before it writes anything. Collective."""
+    _refuse_disagreement(state, together(path, lambda: _plan(state, format, metadata)))
 
 
 def _plan(state: TrainState, format: str, metadata: Mapping[str, Any] | None) -> _Plan:
@@ -224,7 +148,7 @@ def _refuse_leaf(name: str, leaf: Tensor) -> None:
 def _refuse_disagreement(state: TrainState, plan: _Plan) -> None:
     """Raise if the ranks are about to save different things, which would end in a hang or a mixture."""
     rows = {name: [str(leaf.dtype), list(leaf.shape), _placement(leaf)] for name, leaf in plan.leaves.items()}
-    said = {"step": state.step, "key": state.key.hex(), "format": plan.format, "leaf table": _fingerprint(rows)}
+    said = {"step": state.step, "key": state.key.hex(), "format": plan.format, "leaf table": fingerprint(rows)}
     first, *others = gather_objects(said)
     for rank, other in enumerate(others, start=1):
         wrong = [f"{name} {other[name]} instead of {value}" for name, value in first.items() if other[name] != value]
@@ -232,14 +156,19 @@ def _refuse_disagreement(state: TrainState, plan: _Plan) -> None:
             raise ValueError(f"every rank must save the same state, but rank {rank} has {', '.join(wrong)}")
 
 
+def _finish_on_devices(leaves: Mapping[str, Tensor]) -> None:
+    """Wait for what is still being computed: the threads that read the leaves have streams of their own."""
+    for device in {local_tensor(leaf).device for leaf in leaves.values()}:
+        if device.type != "cpu":
+            torch.get_device_module(device).current_stream(device).synchronize()
+
+
 def _writers(plan: _Plan, root: Path) -> Iterator[Callable[[], Written]]:
     """What each rank has to do, one after the other: each a collective."""
     yield lambda: _make_directories(root)
     if plan.format != "dcp":
-        yield lambda: write_model(root, plan.leaves)
-    if plan.format == "safetensors":
-        yield lambda: write_shards(root, plan.leaves)
-    else:
+        yield lambda: write_leaves(root, plan.leaves, shards=plan.format == "safetensors")
+    if plan.format != "safetensors":
         yield lambda: Written(write_dcp(root, plan.leaves))
 
 
@@ -296,59 +225,6 @@ def _write_tables(root: Path, manifest: Manifest, files: Mapping[str, tuple[str,
     write_sums(root, {MANIFEST: own, **{name: digest for name, (digest, _) in files.items()}})
 
 
-def _read(contents: Contents, abstract: TrainState, device: torch.device | str | None) -> dict[str, Target]:
-    manifest = contents.manifest
-    leaves = abstract.leaves()
-    problems = _misfits(manifest, leaves, abstract)
-    if problems:
-        lines = "".join(f"\n  {line}" for line in problems)
-        raise CheckpointError(
-            f"checkpoint {contents.root} (step {manifest.step}) does not fit the state asked for:{lines}"
-        )
-    targets = {}
-    with ExitStack() as stack:
-        files = stack.enter_context(SafetensorsReader(contents.root))
-        in_dcp = any(row.blocks is None for row in manifest.leaves.values())
-        dcp = stack.enter_context(DcpReader(contents.root)) if in_dcp else None
-        for name, leaf in leaves.items():
-            row = manifest.leaves[name]
-            targets[name] = allocate(leaf, device)
-            reader = files if row.blocks is not None else dcp
-            assert reader is not None
-            reader.read(row, targets[name])
-    return targets
-
-
-def _misfits(manifest: Manifest, leaves: Mapping[str, Tensor], abstract: TrainState) -> list[str]:
-    """One line for everything that keeps the checkpoint from being the state asked for."""
-    plain = {name for name, value in named_leaves(abstract) if not isinstance(value, Tensor)}
-    kept_plain = set(plain_names("extra", manifest.extra))
-    lines = [f"missing in the checkpoint: {name}" for name in leaves if name not in manifest.leaves]
-    lines += [f"missing in the checkpoint: {name}" for name in sorted(plain - kept_plain)]
-    lines += [f"not in the state asked for: {name}" for name in manifest.leaves if name not in leaves]
-    for name, leaf in leaves.items():
-        if name not in manifest.leaves:
-            continue
-        row = manifest.leaves[name]
-        if row.shape != tuple(leaf.shape):
-            lines.append(f"shape of {name}: {row.shape} in the checkpoint, {tuple(leaf.shape)} asked for")
-        dtype = str(leaf.dtype).removeprefix("torch.")
-        if row.dtype != dtype:
-            lines.append(f"dtype of {name}: {row.dtype} in the checkpoint, {dtype} asked for")
-    return lines
-
-
-def _compare(contents: Contents, sums: Mapping[str, int]) -> None:
-    rows = contents.manifest.leaves
-    wrong = [name for name, value in sums.items() if f"{value % 2**64:016x}" != rows[name].digest]
-    if wrong:
-        where = {name: sorted({block.file for block in rows[name].blocks or ()}) or ["state/"] for name in wrong}
-        lines = [f"{name} (in {', '.join(where[name])})" for name in sorted(wrong)]
-        raise DamagedCheckpointError(
-            f"checkpoint {contents.root} is damaged: values differ from their digest in {MANIFEST}: " + "; ".join(lines)
-        )
-
-
 @contextmanager
 def _replacing(path: str | os.PathLike) -> Iterator[Path]:
     """A new directory beside `path`, the same on all ranks, that takes its place if the body succeeds on all."""
@@ -359,34 +235,12 @@ def _replacing(path: str | os.PathLike) -> Iterator[Path]:
         return replacement[0].temporary
 
     try:
-        yield from_rank_zero(lambda: _naming(path, begin))
-        from_rank_zero(lambda: _naming(path, replacement[0].commit))
+        yield from_rank_zero(lambda: naming(path, begin))
+        from_rank_zero(lambda: naming(path, replacement[0].commit))
     except BaseException:
         for mine in replacement:
             mine.abort()
         raise
-
-
-def _together(path: str | os.PathLike, function: Callable[[], T]) -> T:
-    """This rank's `function()`; if it fails on any rank, all raise. What it returns is not sent anywhere."""
-    results: list[T] = []
-    on_every_rank(lambda: _naming(path, lambda: results.append(function())))
-    return results[0]
-
-
-def _naming(path: str | os.PathLike, function: Callable[[], T]) -> T:
-    """`function()`, an error of the system becoming a `CheckpointError` that says where and on which rank."""
-    try:
-        return function()
-    except DcpError as error:
-        raise CheckpointError(f"checkpoint {path}: {error}") from None
-    except OSError as error:
-        rank = f"rank {default_rank()}: " if default_world_size() > 1 else ""
-        raise CheckpointError(f"checkpoint {path}: {rank}{error}") from error
-
-
-def _fingerprint(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _placement(leaf: Tensor) -> str:

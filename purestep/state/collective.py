@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from purestep.state.placement import default_rank, default_world_size
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 T = TypeVar("T")
+_group: ContextVar[ProcessGroup | None] = ContextVar("group", default=None)
+
+
+@contextmanager
+def using(group: ProcessGroup | None) -> Iterator[None]:
+    """Let the collectives of the body go through `group`, which has all ranks in their order; None: the default group.
+
+    Two threads must not use one group at the same time. What this sets is the calling thread's own.
+    """
+    token = _group.set(group)
+    try:
+        yield
+    finally:
+        _group.reset(token)
+
+
+def current_group() -> ProcessGroup | None:
+    """The group that `using` set; None: the default group."""
+    return _group.get()
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -18,7 +42,7 @@ def gather_objects(value: Any) -> list[Any]:
     if default_world_size() == 1:
         return [value]
     values: list[Any] = [None] * default_world_size()
-    torch.distributed.all_gather_object(values, value)
+    torch.distributed.all_gather_object(values, value, group=_group.get())
     return values
 
 
@@ -31,7 +55,7 @@ def from_rank_zero(function: Callable[[], T]) -> T:
         except Exception as error:
             result = [None, _portable(error)]
     if default_world_size() > 1:
-        torch.distributed.broadcast_object_list(result, src=0)
+        torch.distributed.broadcast_object_list(result, src=0, group=_group.get())
     if result[1] is not None:
         raise result[1]
     return result[0]

@@ -6,18 +6,17 @@ import ctypes
 import errno
 import logging
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: leftovers of dead processes cannot be told from live ones and stay
-    fcntl = None  # type: ignore[assignment]
+from purestep.state.locks import Lock, lock_or_none
 
 _logger = logging.getLogger("purestep")
-_INFIX = ".tmp-"
+_INFIX, _ASIDE = ".tmp-", "-old"
 _AT_FDCWD, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2
 
 
@@ -37,9 +36,9 @@ class Replacement:
         self.target = Path(os.path.realpath(path))
         self._refuse_strangers(allowed)
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        self.temporary = self.target.with_name(f".{self.target.name}{_INFIX}{secrets.token_hex(8)}")
+        self.temporary = _temporary_name(self.target)
         self.temporary.mkdir()
-        self._lock = _lock(self.temporary)
+        self._lock = lock_or_none(self.temporary)
 
     def commit(self) -> None:
         """Put the new directory in place, durably, and remove what it replaces and what dead processes left."""
@@ -60,7 +59,7 @@ class Replacement:
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.release()
             self._lock = None
 
     def _refuse_strangers(self, allowed: Collection[str]) -> None:
@@ -77,15 +76,69 @@ class Replacement:
             )
 
 
+def recover(directory: Path) -> None:
+    """Put back what a process that died between the two renames of `_exchange` had moved aside."""
+    for name in os.listdir(directory):
+        aside = re.fullmatch(rf"\.(.+){re.escape(_INFIX)}[0-9a-f]+{_ASIDE}", name)
+        if aside is None or os.path.lexists(directory / aside[1]):
+            continue
+        new = directory / name.removesuffix(_ASIDE)
+        lock = lock_or_none(new)
+        if lock is None and new.exists():  # its process lives: the second rename is about to come
+            continue
+        (directory / name).rename(directory / aside[1])
+        sync_directory(directory)
+        if lock is not None:
+            lock.release()
+
+
 def remove_leftovers(directory: Path, prefix: str) -> None:
     """Remove the temporary directories of targets `prefix...` whose process died before it could."""
+    recover(directory)
     for name in os.listdir(directory):
         path = directory / name
         if name.startswith(f".{prefix}") and _INFIX in name and path.is_dir() and not path.is_symlink():
-            lock = _lock(path)
-            if lock is not None:
+            lock = lock_or_none(path)
+            if lock is not None:  # where nothing can be locked, dead processes cannot be told from live ones
                 _remove(path)
-                os.close(lock)
+                lock.release()
+
+
+def discard(path: Path) -> bool:
+    """Remove a directory so that a crash leaves all of it, or a leftover, and never a part under its name.
+
+    Returns:
+        Whether it was removed: not while somebody is reading it, see `held_for_reading`, and not through a link.
+    """
+    if path.is_symlink():
+        return False
+    lock = None
+    try:
+        lock = Lock(path)
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError:  # no locks here: then nobody's reading can be told, either
+        pass
+    try:
+        temporary = _temporary_name(path)
+        path.rename(temporary)
+        sync_directory(path.parent)
+        _remove(temporary)
+    finally:
+        if lock is not None:
+            lock.release()
+    return True
+
+
+@contextmanager
+def held_for_reading(path: str | os.PathLike) -> Iterator[None]:
+    """Keep `discard` from removing a directory while the body reads it. Waits for nobody, and never fails."""
+    lock = lock_or_none(path, shared=True)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def sync_directories(root: Path) -> None:
@@ -107,7 +160,7 @@ def _exchange(new: Path, old: Path) -> None:
     """Swap two directories in one step; by two renames where the system or the file system has no such call."""
     if _swap(os.fsencode(new), os.fsencode(old)):
         return
-    aside = new.with_name(new.name + "-old")
+    aside = new.with_name(new.name + _ASIDE)
     old.rename(aside)
     try:
         new.rename(old)
@@ -133,19 +186,8 @@ def _swap(a: bytes, b: bytes) -> bool:
     raise OSError(code, os.strerror(code), os.fsdecode(b))
 
 
-def _lock(path: Path) -> int | None:
-    """A descriptor that locks the directory as long as this process lives; None if another process holds it."""
-    if fcntl is None:
-        return None
-    descriptor = None
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held, gone, not ours, or on a file system without locks
-        if descriptor is not None:
-            os.close(descriptor)
-        return None
-    return descriptor
+def _temporary_name(target: Path) -> Path:
+    return target.with_name(f".{target.name}{_INFIX}{secrets.token_hex(8)}")
 
 
 def _remove(path: Path) -> None:

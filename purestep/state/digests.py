@@ -5,23 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from purestep.state.blocks import flat_bytes
 from purestep.state.placement import Block, block_of, default_world_size
-from purestep.state.train_state import TrainState, named_leaves
-
-_CHUNK = 1 << 16  # elements hashed at a time: 512 KiB of int64, which stays in a core's cache
-# Odd multipliers: the fractional bits of the golden ratio, and MurmurHash3's 64-bit finalizer (Appleby, public domain).
-_VALUE, _INDEX, _MIX1, _MIX2 = (
-    0x9E3779B97F4A7C15 - 2**64,
-    0xC2B2AE3D27D4EB4F - 2**64,
-    0xFF51AFD7ED558CCD - 2**64,
-    0xC4CEB9FE1A85EC53 - 2**64,
+from purestep.state.sums import (
+    CHUNK_BYTES,
+    sum_of_elements,
+    sum_of_run,
+    sum_of_run_on_device,
+    sums_of_small_runs,
 )
+from purestep.state.train_state import TrainState, named_leaves
+from purestep.state.workers import in_parallel
+
+_SMALL_BYTES = 1 << 12  # blocks up to this are summed many at a time
+_TASK_BYTES = 128 * CHUNK_BYTES  # of a large block, summed by one thread
+_LONG_RUN_BYTES = 1 << 12  # runs of a block in pieces that are worth a call each
+_ELEMENTS = 1 << 16  # of shorter pieces, summed at a time
 
 
 def digest(state: TrainState) -> str:
@@ -43,13 +50,18 @@ def digest_of_table(state: TrainState, sums: Mapping[str, int]) -> str:
 def leaf_digests(leaves: Mapping[str, Tensor]) -> dict[str, int]:
     """A 64-bit content sum a leaf, equal on every rank. Collective when a leaf is sharded.
 
-    The sum over elements, modulo 2**64, of a well-mixed function of (bits, index in the global tensor): sums of shards
-    add up to the sum of the whole, so nothing is gathered.
+    The sum over the leaf's words, modulo 2**64, of each word times a key that its index gives: sums of shards add up to
+    the sum of the whole, so nothing is gathered. `purestep.state.sums` says what it is good for.
     """
     blocks = {name: block_of(leaf) for name, leaf in leaves.items()}
-    sums = {name: block_digest(block) for name, block in blocks.items()}
+    return add_up(blocks, block_digests(blocks))
+
+
+def add_up(blocks: Mapping[str, Block], parts: Mapping[str, int]) -> dict[str, int]:
+    """The sum of each leaf from this rank's part of it (`block_digest`). Collective when a leaf is sharded."""
+    sums = dict(parts)
     by_groups: dict[tuple, list[str]] = {}
-    for name, block in blocks.items():
+    for name, block in sorted(blocks.items(), key=lambda item: item[0]):  # ranks may have read them in another order
         if block.shard_groups:
             by_groups.setdefault(block.shard_groups, []).append(name)
     for groups, names in by_groups.items():
@@ -75,10 +87,12 @@ def check_replicas(state: TrainState) -> None:
     from purestep.state.collective import gather_objects
 
     mine: dict[str, tuple] = {"step": (None, state.step), "key": (None, state.key.hex())}
+    blocks = {name: block_of(leaf) for name, leaf in named_leaves(state) if isinstance(leaf, Tensor)}
+    sums = block_digests(blocks)
     for name, leaf in named_leaves(state):
-        if isinstance(leaf, Tensor):
-            block = block_of(leaf)
-            mine[name] = ((block.offset, tuple(block.local.shape)), (str(leaf.dtype), block_digest(block)))
+        if name in blocks:
+            block = blocks[name]
+            mine[name] = ((block.offset, tuple(block.local.shape)), (str(leaf.dtype), sums[name]))
         else:
             mine[name] = (None, repr(leaf))
     tables = gather_objects(mine)
@@ -95,61 +109,93 @@ def check_replicas(state: TrainState) -> None:
 
 def block_digest(block: Block) -> int:
     """The block's part of its leaf's sum, as a signed 64-bit integer."""
-    local = block.local
-    if local.is_meta:
-        raise ValueError("an abstract state (meta tensors) has no values to digest")
-    if local.numel() == 0:
-        return 0
-    bits = _bits(local)
-    if _contiguous_in_global(block, tuple(local.shape)):
-        start = sum(o * s for o, s in zip(block.offset, _strides(block.shape), strict=True)) * bits.shape[1]
-        return _sum_range(bits.flatten(), start)
-    index = _global_index(block, tuple(local.shape), bits.device).flatten()
+    return block_digests({"": block})[""]
+
+
+def block_digests(blocks: Mapping[str, Block]) -> dict[str, int]:
+    """`block_digest` of each: small blocks many at a time, large ones by several threads."""
+    for name, block in blocks.items():
+        if block.local.is_meta:
+            raise ValueError(f"an abstract state (meta tensors) has no values to digest{name and f': {name!r}'}")
+    sums = dict.fromkeys(blocks, 0)
+    small: dict[str, tuple[Any, int]] = {}
+    tasks: list[tuple[str, Callable[[], int]]] = []
+    for name, block in blocks.items():
+        if block.local.numel() == 0:
+            continue
+        start = _start_of_run(block)
+        if start is None:
+            tasks.append((name, partial(_sum_of_pieces, block)))
+        elif block.local.device.type != "cpu":
+            tasks.append((name, partial(_sum_on_device, block.local, start)))
+        elif block.local.nbytes <= _SMALL_BYTES:
+            small[name] = flat_bytes(block.local).numpy(), start
+        else:
+            tasks += [(name, task) for task in _tasks(flat_bytes(block.local).numpy(), start)]
+    sums.update(zip(small, sums_of_small_runs(list(small.values())), strict=True))
+    parts = in_parallel(lambda item: item[1](), tasks, serial=len(tasks) < 4)
+    for (name, _), part in zip(tasks, parts, strict=True):
+        sums[name] += part
+    return {name: _wrap(total) for name, total in sums.items()}
+
+
+def _tasks(data: Any, start: int) -> list[Callable[[], int]]:
+    """The sum of a long run in parts, cut where a chunk ends."""
+    first = min(len(data), _TASK_BYTES - start % CHUNK_BYTES)
+    cuts = [0, *range(first, len(data), _TASK_BYTES), len(data)]
+    return [partial(sum_of_run, data[a:b], start + a) for a, b in pairwise(cuts)]
+
+
+def _sum_on_device(local: Tensor, start: int) -> int:
+    return int(sum_of_run_on_device(flat_bytes(local), start).item())
+
+
+def _sum_of_pieces(block: Block) -> int:
+    """The sum of a block whose elements do not follow each other in the leaf: columns, say."""
+    width, shape = block.local.element_size(), tuple(block.local.shape)
+    rows, length = _runs(shape, block.shape)
+    starts = _global_index(block, (*shape[:rows], *(1 for _ in shape[rows:])), block.local.device).flatten()
+    if block.local.device.type == "cpu" and length * width >= _LONG_RUN_BYTES:
+        data = flat_bytes(block.local).numpy().reshape(-1, length * width)
+        return sum(sum_of_run(run, start * width) for run, start in zip(data, starts.tolist(), strict=True))
+    bits = _bits(block.local)  # (elements, words an element)
     words = bits.shape[1]
-    index = index.unsqueeze(1) * words + torch.arange(words, device=index.device)
-    return _wrap(int(_mixed(bits.flatten().to(torch.int64), index.flatten()).sum().item()))
+    step = max(1, _ELEMENTS // length)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    within = torch.arange(length * words, device=bits.device)
+    for first in range(0, len(starts), step):
+        index = (starts[first : first + step] * words).unsqueeze(1) + within
+        part = bits[first * length : (first + step) * length]
+        total += sum_of_elements(part.flatten(), index.flatten())
+    return int(total.item())
 
 
-def _sum_range(bits: Tensor, start: int) -> int:
-    total = 0
-    index = torch.arange(start, start + min(_CHUNK, bits.numel()), dtype=torch.int64, device=bits.device)
-    for begin in range(0, bits.numel(), _CHUNK):
-        chunk = bits[begin : begin + _CHUNK].to(torch.int64)
-        total += int(_mixed(chunk, index[: chunk.numel()]).sum().item())
-        index += _CHUNK
-    return _wrap(total)
-
-
-def _mixed(bits: Tensor, index: Tensor) -> Tensor:
-    """Mix (bits, index) pairs of int64 to int64."""
-    z = bits * _VALUE  # a fresh tensor: `bits` may be the leaf's own memory
-    z += index * _INDEX
-    z ^= (z >> 33).bitwise_and_(0x7FFFFFFF)
-    z *= _MIX1
-    z ^= (z >> 29).bitwise_and_(0x7FFFFFFFF)
-    z *= _MIX2
-    z ^= (z >> 32).bitwise_and_(0xFFFFFFFF)
-    return z
+def _runs(shape: tuple[int, ...], whole: tuple[int, ...]) -> tuple[int, int]:
+    """(leading dims that number the runs, elements a run) of a block of lengths `shape`, each a run of the leaf."""
+    last = max((dim for dim, (n, of) in enumerate(zip(shape, whole, strict=True)) if n != of), default=0)
+    return last, math.prod(shape[last:])
 
 
 def _bits(tensor: Tensor) -> Tensor:
     """The elements' bits as integers, shape (elements, words an element)."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
-    size = flat.element_size()
-    if size == 16:
-        return torch.view_as_real(flat).contiguous().view(torch.int64)
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
-    return flat.view(integer).unsqueeze(1)
+    width = tensor.element_size()
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(width, torch.int64)
+    return flat_bytes(tensor).view(integer).view(-1, max(1, width // 8))
+
+
+def _start_of_run(block: Block) -> int | None:
+    """Byte of the leaf that the block starts at; None if the block is not one run of the leaf."""
+    shape = tuple(block.local.shape)
+    if shape == block.shape:
+        return 0
+    rows, _ = _runs(shape, block.shape)
+    if math.prod(shape[:rows]) != 1:
+        return None
+    return sum(o * s for o, s in zip(block.offset, _strides(block.shape), strict=True)) * block.local.element_size()
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
-def _contiguous_in_global(block: Block, shape: tuple[int, ...]) -> bool:
-    """Whether the block is one run of the row-major global tensor: whole in every dim after its first sliced one."""
-    sliced = [dim for dim, (n, whole) in enumerate(zip(shape, block.shape, strict=True)) if n != whole]
-    return not sliced or (len(sliced) == 1 and math.prod(shape[: sliced[0]]) == 1)
 
 
 def _global_index(block: Block, shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 from purestep.state.manifest import (
     MANIFEST,
@@ -17,8 +18,12 @@ from purestep.state.manifest import (
     is_inside,
     parse,
 )
+from purestep.state.workers import in_parallel
 
 SUMS = "SHA256SUMS"
+_CHUNK = 1 << 20  # bytes hashed at a time
+_WORTH_THREADS = 1 << 20  # bytes
+_NAMED = 5  # damaged leaves of a file
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,12 @@ def describe(path: str | os.PathLike) -> Description:
     return _description(open_checkpoint(path))
 
 
-def verify(path: str | os.PathLike) -> Description:
+def verify(path: str | os.PathLike, *, on_read: Callable[[int], None] | None = None) -> Description:
     """Read every byte of a checkpoint and compare it with `SHA256SUMS`. Needs no torch; not collective.
+
+    Args:
+        path: directory of the checkpoint.
+        on_read: called with the number of bytes that were read since the last call.
 
     Raises:
         CheckpointError: names each file that is damaged, missing or not of the checkpoint.
@@ -97,7 +106,7 @@ def verify(path: str | os.PathLike) -> Description:
     checkpoint ...demo is damaged: model/model.safetensors has 0 bytes instead of ...
     """
     contents = open_checkpoint(path)
-    problems = damage(contents, contents.manifest.files) + _strangers(contents)
+    problems = damage(contents, contents.manifest.files, on_read) + _strangers(contents)
     refuse_damage(contents, problems)
     return _description(contents)
 
@@ -120,17 +129,33 @@ def open_checkpoint(path: str | os.PathLike) -> Contents:
     return Contents(root, sums, manifest)
 
 
-def damage(contents: Contents, names: Iterable[str]) -> list[str]:
-    """One line for each of the files `names` that is not what was saved."""
-    lines = []
-    for name in sorted(names):
+def damage(contents: Contents, names: Iterable[str], on_read: Callable[[int], None] | None = None) -> list[str]:
+    """One line for each of the files `names` that is not what was saved; `on_read` hears of the bytes read."""
+    lock = Lock()
+
+    def hear(num: int) -> None:
+        with lock:
+            on_read(num)  # type: ignore[misc] # it is not None then
+
+    def look(name: str) -> str | None:
         try:
-            line = _damage_of(contents, name)
+            return _damage_of(contents, name, on_read and hear)
         except OSError as error:
-            line = f"{name} cannot be read: {error.strerror or error}"
-        if line:
-            lines.append(line)
-    return lines
+            return f"{name} cannot be read: {error.strerror or error}"
+
+    names = sorted(names)
+    small = sum(contents.manifest.files.get(name, 0) for name in names) < _WORTH_THREADS
+    return [line for line in in_parallel(look, names, serial=small) if line]
+
+
+def wrong_size(contents: Contents, name: str, size: int) -> str:
+    """What to say of a file that has another size than it was saved with."""
+    return f"{name} has {size} bytes instead of {contents.manifest.files[name]}{_leaves_in(contents, name)}"
+
+
+def wrong_sum(contents: Contents, name: str) -> str:
+    """What to say of a file that has other bytes than it was saved with."""
+    return f"{name} does not match its sum in {SUMS}{_leaves_in(contents, name)}"
 
 
 def refuse_damage(contents: Contents, problems: list[str]) -> None:
@@ -153,21 +178,36 @@ def write_file(path: Path, data: bytes) -> tuple[str, int]:
     return hashlib.sha256(data).hexdigest(), len(data)
 
 
-def hash_file(path: Path) -> tuple[str, int]:
-    """SHA-256 and size of a file."""
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return digest, file.tell()
+def hash_file(path: Path, on_read: Callable[[int], None] | None = None) -> tuple[str, int]:
+    """SHA-256 and size of a file; `on_read` hears of the bytes read."""
+    sha, size = hashlib.sha256(), 0
+    buffer = memoryview(bytearray(_CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while num := file.readinto(buffer):
+            sha.update(buffer[:num])
+            size += num
+            if on_read is not None:
+                on_read(num)
+    return sha.hexdigest(), size
 
 
-def _damage_of(contents: Contents, name: str) -> str | None:
-    path = _inside(contents.root, name)
-    size, expected = path.stat().st_size, contents.manifest.files[name]
-    if size != expected:
-        return f"{name} has {size} bytes instead of {expected}"
-    if hash_file(path)[0] != contents.sums[name]:
-        return f"{name} does not match its sum in {SUMS}"
+def _damage_of(contents: Contents, name: str, on_read: Callable[[int], None] | None) -> str | None:
+    path = inside(contents.root, name)
+    size = path.stat().st_size
+    if size != contents.manifest.files[name]:
+        return wrong_size(contents, name, size)
+    if hash_file(path, on_read)[0] != contents.sums[name]:
+        return wrong_sum(contents, name)
     return None
+
+
+def _leaves_in(contents: Contents, name: str) -> str:
+    """Which leaves a damaged file has wrong, in parentheses. Only here does verifying need torch."""
+    from purestep.state.locating import damaged_leaves
+
+    leaves = damaged_leaves(contents, name)
+    more = f" and {len(leaves) - _NAMED} more" if len(leaves) > _NAMED else ""
+    return f" (wrong: {', '.join(map(repr, leaves[:_NAMED]))}{more})" if leaves else ""
 
 
 def _read_sums(root: Path) -> dict[str, str]:
@@ -187,12 +227,12 @@ def _read_sums(root: Path) -> dict[str, str]:
 
 def _read(root: Path, name: str) -> bytes:
     try:
-        return _inside(root, name).read_bytes()
+        return inside(root, name).read_bytes()
     except OSError as error:
         raise DamagedCheckpointError(f"{name} cannot be read: {error.strerror or error}") from None
 
 
-def _inside(root: Path, name: str) -> Path:
+def inside(root: Path, name: str) -> Path:
     """`root / name`, refusing to follow a link out of the checkpoint."""
     path = root
     for part in name.split("/"):

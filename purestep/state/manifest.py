@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from purestep.state.names import escape, unescape
 
 MANIFEST = "state.json"
 FORMAT_VERSION = 1
 FORMATS = ("safetensors", "dcp", "safetensors_dcp")
+_INTEGER_BITS = 2048  # Python itself may refuse to read more than 640 digits
 TREES = ("params", "buffers", "opt_state", "ema", "extra")
 
 
@@ -150,23 +153,31 @@ def parse(text: str | bytes) -> Manifest:
 def encode_tree(prefix: str, tree: Any, is_tensor: Callable[[Any], bool]) -> Any:
     """A tree of plain values and tensors as JSON: every object has one member, which says what it is.
 
-    Raises:
-        TypeError: a value that JSON cannot keep; names the leaf.
+    Keys are written as they are in leaf names, so that 1 and "1" stay two keys: see `purestep.state.names`.
 
-    >>> encode_tree("extra", {"scale": 2.0, "sizes": (1, 2)}, lambda value: False)
-    {'dict': {'scale': 2.0, 'sizes': {'tuple': [1, 2]}}}
+    Raises:
+        TypeError: a value or key of a type that JSON cannot keep; names it.
+        ValueError: a value or key that JSON cannot keep; names it.
+
+    >>> encode_tree("extra", {"scale": 2.0, "sizes": (1, 2), 3: None}, lambda value: False)
+    {'dict': {'scale': 2.0, 'sizes': {'tuple': [1, 2]}, '~i3': None}}
     """
     if is_tensor(tree):
         return {"tensor": prefix}
     if isinstance(tree, Mapping):
-        for name in tree:
-            _refuse_key(prefix, name)
-        return {"dict": {name: encode_tree(f"{prefix}/{name}", value, is_tensor) for name, value in tree.items()}}
+        names = [(escape(key, prefix), value) for key, value in tree.items()]
+        for name, _ in names:
+            _refuse_surrogates(f"{prefix}/{name}", name)
+        return {"dict": {name: encode_tree(f"{prefix}/{name}", value, is_tensor) for name, value in names}}
     if type(tree) in (list, tuple):
         kind = type(tree).__name__
         return {kind: [encode_tree(f"{prefix}/{i}", value, is_tensor) for i, value in enumerate(tree)]}
     if type(tree) is float and not math.isfinite(tree):
         return {"float": repr(tree)}
+    if type(tree) is str:
+        _refuse_surrogates(prefix, tree)
+    if type(tree) is int and tree.bit_length() > _INTEGER_BITS:
+        raise ValueError(f"{prefix!r} is an integer of {tree.bit_length()} bits, a checkpoint keeps {_INTEGER_BITS}")
     if tree is None or type(tree) in (bool, int, float, str):
         return tree
     raise TypeError(
@@ -181,29 +192,24 @@ def decode_tree(node: Any, tensor: Callable[[str], Any]) -> Any:
     >>> decode_tree({"dict": {"sizes": {"tuple": [1, {"float": "inf"}]}}}, str)
     {'sizes': (1, inf)}
     """
-    if not isinstance(node, dict):
-        return node
-    ((kind, value),) = node.items() if len(node) == 1 else ((None, None),)
-    if kind == "tensor" and isinstance(value, str):
-        return tensor(value)
-    if kind == "dict" and isinstance(value, dict):
-        return {name: decode_tree(item, tensor) for name, item in value.items()}
-    if kind in ("list", "tuple") and isinstance(value, list):
-        return (list if kind == "list" else tuple)(decode_tree(item, tensor) for item in value)
-    if kind == "float" and value in ("nan", "inf", "-inf"):
-        return float(value)
-    raise DamagedCheckpointError(f"{MANIFEST}: 'extra' holds something that is no tree: {json.dumps(node)[:80]}")
+    return _decode("extra", node, tensor)
 
 
-def plain_names(prefix: str, tree: Any) -> list[str]:
-    """Names of the plain (non-tensor) values of an encoded tree."""
-    if not isinstance(tree, dict) or "float" in tree:
-        return [prefix]
-    ((kind, value),) = tree.items()
-    if kind == "tensor":
-        return []
-    items = value.items() if kind == "dict" else enumerate(value)
-    return [name for key, item in items for name in plain_names(f"{prefix}/{key}", item)]
+def plain_values(manifest: Manifest) -> dict[str, Any]:
+    """The plain (non-tensor) values of a state, by name."""
+    return dict(_plain_values("extra", manifest.extra))
+
+
+def _plain_values(prefix: str, node: Any) -> Iterator[tuple[str, Any]]:
+    ((kind, value),) = node.items() if isinstance(node, dict) else ((None, node),)
+    if kind == "dict":
+        for name, item in value.items():
+            yield from _plain_values(f"{prefix}/{name}", item)
+    elif kind in ("list", "tuple"):
+        for i, item in enumerate(value):
+            yield from _plain_values(f"{prefix}/{i}", item)
+    elif kind != "tensor":
+        yield prefix, decode_tree(node, str)
 
 
 def as_json(where: str, value: Any) -> Any:
@@ -214,10 +220,14 @@ def as_json(where: str, value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         for name in value:
-            _refuse_key(where, name)
+            if not isinstance(name, str):
+                raise TypeError(f"{where!r} has the key {name!r} ({type(name).__name__}): JSON keeps string keys only")
+            _refuse_surrogates(where, name)
         return {name: as_json(f"{where}[{name!r}]", item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_json(f"{where}[{i}]", item) for i, item in enumerate(value)]
+    if type(value) is str:
+        _refuse_surrogates(where, value)
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     raise TypeError(
@@ -250,6 +260,8 @@ def _parse_leaf(row: Any, files: Mapping[str, int]) -> LeafInfo:
     dtype, digest = _get(row, "dtype", str), _get(row, "digest", str)
     if name.split("/")[0] not in TREES or "/" not in name or not re.fullmatch(r"[a-z]+[a-z0-9_]*", dtype):
         raise DamagedCheckpointError(f"{MANIFEST}: leaf {name!r} of dtype {dtype!r} is no leaf of a state")
+    for part in name.split("/"):
+        _key(part)
     return LeafInfo(name, shape, dtype, _get(row, "placement", str), digest, blocks)
 
 
@@ -288,9 +300,33 @@ def _is_file(name: str, size: Any) -> bool:
     return True
 
 
-def _refuse_key(where: str, name: Any) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"{where!r} has the key {name!r} ({type(name).__name__}): a checkpoint keeps string keys only")
+def _decode(prefix: str, node: Any, tensor: Callable[[str], Any]) -> Any:
+    if not isinstance(node, dict):
+        return node
+    ((kind, value),) = node.items() if len(node) == 1 else ((None, None),)
+    if kind == "tensor" and value == prefix:
+        return tensor(prefix)
+    if kind == "dict" and isinstance(value, dict):
+        return {_key(name): _decode(f"{prefix}/{name}", item, tensor) for name, item in value.items()}
+    if kind in ("list", "tuple") and isinstance(value, list):
+        return (list if kind == "list" else tuple)(_decode(f"{prefix}/{i}", x, tensor) for i, x in enumerate(value))
+    if kind == "float" and value in ("nan", "inf", "-inf"):
+        return float(value)
+    raise DamagedCheckpointError(f"{MANIFEST}: 'extra' holds something that is no tree: {json.dumps(node)[:80]}")
+
+
+def _key(name: str) -> str | int:
+    try:
+        return unescape(name)
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{MANIFEST}: {error}") from None
+
+
+def _refuse_surrogates(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name!r}: it holds half a surrogate pair, which cannot be written as UTF-8") from None
 
 
 def _itemsize(dtype: str) -> int:

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from purestep.state.blocks import Target, fill, flat_bytes, gather_to
+from purestep.state.blocks import flat_bytes, gather_to
+from purestep.state.hashing import StreamHash
 from purestep.state.integrity import write_file
-from purestep.state.manifest import DamagedCheckpointError, LeafInfo, StoredBlock
-from purestep.state.placement import block_of, default_rank, default_world_size
+from purestep.state.manifest import StoredBlock
+from purestep.state.names import module_name
+from purestep.state.placement import Block, block_of, default_rank, default_world_size, is_dtensor
+from purestep.state.workers import Job, Pool, num_workers
 
+T = TypeVar("T")
 MODEL_TREES = ("params/", "buffers/")
 MAX_FILE_BYTES = 5 * 10**9  # of a file in model/: what hubs and file systems take without trouble
+SHARD_FILE_BYTES = 1 << 26  # of a file in state/: a rank's files are written, hashed and read side by side, but
+_MOST_SHARD_FILES = 8  # there are no more than this many a rank
+MAX_HEADER = 100_000_000  # the format's own limit
 _CHUNK = 1 << 22  # bytes hashed and written at a time
-_MAX_HEADER = 100_000_000  # the format's own limit
-_DTYPES = {
+DTYPES = {
     getattr(torch, name): code
     for name, code in {
         "bool": "BOOL",
@@ -66,15 +71,19 @@ def check_model_names(leaves: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: names the leaf.
     """
+    taken: dict[str, str] = {}
     for name, leaf in leaves.items():
         if not name.startswith(MODEL_TREES):
             continue
         path = model_name(name)
-        if name.startswith("params/") and f"buffers/{path}" in leaves:
-            raise ValueError(f"{path!r} is both in params and in buffers: rename one, or save with format='dcp'")
+        other = taken.setdefault(path, name)
+        if other != name:
+            raise ValueError(
+                f"leaves {other!r} and {name!r} are both {path!r} in model/: rename one, or use format='dcp'"
+            )
         if path == "__metadata__":
             raise ValueError(f"leaf {name!r}: safetensors keeps this name for itself; rename it, or use format='dcp'")
-        if leaf.dtype not in _DTYPES:
+        if leaf.dtype not in DTYPES:
             raise ValueError(
                 f"leaf {name!r} is {leaf.dtype}, which safetensors cannot hold: change its dtype, or use format='dcp'"
             )
@@ -82,31 +91,35 @@ def check_model_names(leaves: Mapping[str, Tensor]) -> None:
 
 def model_name(leaf_name: str) -> str:
     """Name of a param or buffer in `model/`: its module path."""
-    return leaf_name.split("/", 1)[1]
+    return module_name(leaf_name)
 
 
-def write_model(root: Path, leaves: Mapping[str, Tensor]) -> Written:
-    """Write params and buffers as whole tensors to `root/model`: collective, file i by rank i modulo the world size.
+def write_leaves(root: Path, leaves: Mapping[str, Tensor], *, shards: bool) -> Written:
+    """Write params and buffers whole to `root/model`, and if told so, this rank's blocks of the others to `root/state`.
 
-    A sharded leaf is gathered to its file's rank alone, and one leaf at a time. An error in writing does not keep this
-    rank from the gathers that its peers wait in; it is raised at the end.
+    Collective. Files are written side by side; file i of `model/` by rank i modulo the world size, to which sharded
+    leaves are gathered one at a time. An error in writing does not keep this rank from the gathers that its peers wait
+    in; it is raised at the end.
     """
-    parts = _split({name: leaf for name, leaf in sorted(leaves.items()) if name.startswith(MODEL_TREES)})
+    parts = _cut({name: leaf for name, leaf in sorted(leaves.items()) if name.startswith(MODEL_TREES)}, MAX_FILE_BYTES)
     paths = [_part_name(i, len(parts)) for i in range(len(parts))]
-    writers = {
-        i: _Writer(root / paths[i], {model_name(name): leaf for name, leaf in part.items()})
-        for i, part in enumerate(parts)
-        if _owner(i) == default_rank()
-    }
-    # Files advance side by side, so that every owner has something to write while the others gather.
-    for leaves_of_files in zip_longest(*(part.values() for part in parts)):
-        for i, leaf in enumerate(leaves_of_files):
-            pieces = None if leaf is None else gather_to(_owner(i), leaf)
-            if pieces is not None:
-                writers[i].write(pieces)
-    written = Written()
-    for i, writer in writers.items():
-        written.files[paths[i]] = writer.close()
+    mine = [i for i in range(len(parts)) if _owner(i) == default_rank()]
+    gathered = [i for i, part in enumerate(parts) if any(map(is_dtensor, part.values()))]
+    files = _shard_files(leaves) if shards else {}
+    jobs: dict[str, Job[tuple[str, int]]] = {}
+    # A thread more than cores: one of them waits for the disk.
+    with Pool(num_workers() + 1) as pool:
+        whole = {path: {name: block.local for name, block in blocks.items()} for path, blocks in files.items()}
+        whole |= {paths[i]: _by_module_path(parts[i]) for i in mine if i not in gathered}
+        for path, tensors in sorted(whole.items(), key=lambda item: -sum(x.nbytes for x in item[1].values())):
+            jobs[path] = pool.submit(_write_file, root / path, tensors)
+        writers = _write_gathered(root, {i: (paths[i], parts[i]) for i in gathered})
+    endings = {path: job.result for path, job in jobs.items()} | {path: w.close for path, w in writers.items()}
+    written = Written(_end_all(endings))
+    for path, blocks in files.items():
+        for name, block in blocks.items():
+            written.blocks[name] = [StoredBlock(path, block.offset, tuple(block.local.shape))]
+    for i in mine:
         for name, leaf in parts[i].items():
             written.blocks[name] = [StoredBlock(paths[i], (0,) * leaf.ndim, tuple(leaf.shape))]
     if len(parts) > 1 and default_rank() == 0:
@@ -114,80 +127,57 @@ def write_model(root: Path, leaves: Mapping[str, Tensor]) -> Written:
     return written
 
 
-def write_shards(root: Path, leaves: Mapping[str, Tensor]) -> Written:
-    """Write this rank's blocks of the leaves that are not in `model/` to one file in `root/state`."""
-    blocks = {name: block_of(leaf) for name, leaf in leaves.items() if not name.startswith(MODEL_TREES)}
-    mine = {name: block for name, block in blocks.items() if block.primary and block.local.numel()}
-    if not mine:
-        return Written()
-    path = f"state/shard-{default_rank() + 1:05d}-of-{default_world_size():05d}.safetensors"
-    tensors = _in_file_order({name: block.local for name, block in mine.items()})
-    writer = _Writer(root / path, tensors)
+def _write_gathered(root: Path, parts: Mapping[int, tuple[str, Mapping[str, Tensor]]]) -> dict[str, SafetensorsWriter]:
+    """Gather each leaf to its file's rank, and write it there. The writers, by path, are yet to be closed."""
+    writers = {
+        i: SafetensorsWriter(root / path, _by_module_path(part))
+        for i, (path, part) in parts.items()
+        if _owner(i) == default_rank()
+    }
+    # Files advance side by side, so that every owner has something to write while the others gather.
+    for leaves_of_files in zip_longest(*(part.values() for _, part in parts.values())):
+        for i, leaf in zip(parts, leaves_of_files, strict=True):
+            pieces = None if leaf is None else gather_to(_owner(i), leaf)
+            if pieces is not None:
+                writers[i].write(pieces)
+    return {parts[i][0]: writer for i, writer in writers.items()}
+
+
+def _end_all(endings: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    """What each returns; every one of them is called before the first error is raised."""
+    results, errors = {}, []
+    for path, end in endings.items():
+        try:
+            results[path] = end()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, int]:
+    writer = SafetensorsWriter(path, tensors)
     for tensor in tensors.values():
         writer.write([tensor])
-    stored = {name: [StoredBlock(path, block.offset, tuple(block.local.shape))] for name, block in mine.items()}
-    return Written({path: writer.close()}, stored)
+    return writer.close()
 
 
-class SafetensorsReader:
-    """Reads blocks of leaves back; a context manager that keeps its files open."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._files: dict[str, Any] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> SafetensorsReader:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def read(self, leaf: LeafInfo, target: Target) -> None:
-        """Fill `target` from the blocks of `leaf`.
-
-        Raises:
-            DamagedCheckpointError: a file does not hold what the leaf table says; names file and leaf.
-        """
-        from safetensors import SafetensorError
-
-        assert leaf.blocks is not None
-        file = "no file"
-
-        def fetch(block: StoredBlock, part: tuple[slice, ...]) -> Tensor:
-            nonlocal file
-            file = block.file
-            return self._fetch(leaf, block, target.local.dtype, part)
-
-        try:
-            fill(target, ((block, block.offset, block.shape) for block in leaf.blocks), fetch)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise DamagedCheckpointError(
-                f"checkpoint {self._root}: cannot read leaf {leaf.name!r} from {file}: {error}"
-            ) from None
-
-    def _fetch(self, leaf: LeafInfo, block: StoredBlock, dtype: torch.dtype, part: tuple[slice, ...]) -> Tensor:
-        if block.file not in self._files:
-            from safetensors import safe_open
-
-            self._files[block.file] = self._stack.enter_context(safe_open(self._root / block.file, framework="pt"))
-        name = model_name(leaf.name) if block.file.startswith("model/") else leaf.name
-        kept = self._files[block.file].get_slice(name)
-        as_bytes = () if dtype in _DTYPES else (torch.empty((), dtype=dtype).element_size(),)
-        code = _DTYPES.get(dtype, "U8")
-        if kept.get_dtype() != code or tuple(kept.get_shape()) != (*block.shape, *as_bytes):
-            raise ValueError(
-                f"it is {kept.get_dtype()} {tuple(kept.get_shape())} there, and {code} {block.shape} in the leaf table"
-            )
-        if not part:
-            data = self._files[block.file].get_tensor(name)
-        else:
-            data = kept[part]
-        # A copy of bytes is aligned for any dtype; the mapped file is not, and complex128 then crashes the process.
-        return data.clone().view(dtype).squeeze(-1) if as_bytes else data
+def _shard_files(leaves: Mapping[str, Tensor]) -> dict[str, dict[str, Block]]:
+    """Path -> this rank's blocks in it, in file order, of the leaves that are not in `model/`."""
+    blocks = {name: block_of(leaf) for name, leaf in leaves.items() if not name.startswith(MODEL_TREES)}
+    mine = {name: block for name, block in blocks.items() if block.primary and block.local.numel()}
+    tensors = {name: block.local for name, block in mine.items()}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    parts = _cut(tensors, max(SHARD_FILE_BYTES, -(-total // _MOST_SHARD_FILES)))
+    stem = f"state/shard-{default_rank() + 1:05d}-of-{default_world_size():05d}"
+    return {
+        f"{stem}{'-part' if len(parts) > 1 else ''}{_suffix(i, len(parts))}.safetensors": {n: mine[n] for n in part}
+        for i, part in enumerate(parts)
+    }
 
 
-class _Writer:
+class SafetensorsWriter:
     """Writes one safetensors file front to back, hashing on the way.
 
     The first error is kept, later writes do nothing, and `close` raises it: the rank must go on taking part in gathers.
@@ -197,7 +187,8 @@ class _Writer:
         """Write the header of `tensors`, which `write` will get in this order."""
         self._path = path
         self._error: Exception | None = None
-        self._sha, self._size = hashlib.sha256(), 0
+        self._hash, self._size = StreamHash(), 0
+        self._small = bytearray()  # what is yet to be written: small tensors are written many at a time
         self._file: Any = None
         self._guard(lambda: self._open(tensors))
 
@@ -208,12 +199,13 @@ class _Writer:
     def close(self) -> tuple[str, int]:
         """SHA-256 and size of the file, which is on disk when this returns."""
         self._guard(self._sync)
+        self._hash.close()
         if self._file is not None:
-            with suppress(OSError):  # what could fail is in `_sync`; after an error, closing fails in flushing again
+            with suppress(OSError):  # what could fail is in `_sync`
                 self._file.close()
         if self._error is not None:
             raise self._error
-        return self._sha.hexdigest(), self._size
+        return self._hash.hexdigest(), self._size
 
     def _guard(self, action: Callable[[], Any]) -> None:
         if self._error is None:
@@ -227,14 +219,14 @@ class _Writer:
         start = 0
         for name, tensor in tensors.items():
             stop = start + tensor.numel() * tensor.element_size()
-            shape = list(tensor.shape) if tensor.dtype in _DTYPES else [*tensor.shape, tensor.element_size()]
-            header[name] = {"dtype": _DTYPES.get(tensor.dtype, "U8"), "shape": shape, "data_offsets": [start, stop]}
+            shape = list(tensor.shape) if tensor.dtype in DTYPES else [*tensor.shape, tensor.element_size()]
+            header[name] = {"dtype": DTYPES.get(tensor.dtype, "U8"), "shape": shape, "data_offsets": [start, stop]}
             start = stop
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        if len(text) > _MAX_HEADER:
+        if len(text) > MAX_HEADER:
             raise ValueError(f"{self._path.name}: {len(tensors)} tensors are more than a safetensors header can list")
-        self._file = open(self._path, "xb")  # noqa: SIM115 - closed by close()
+        self._file = open(self._path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
         self._append(len(text).to_bytes(8, "little"))
         self._append(text)
 
@@ -244,12 +236,25 @@ class _Writer:
                 self._append(data[start : start + _CHUNK].cpu().numpy().data)
 
     def _append(self, data: bytes | memoryview) -> None:
-        self._sha.update(data)
-        self._file.write(data)
         self._size += len(data)
+        if len(data) + len(self._small) < _CHUNK:
+            self._small += data
+            return
+        self._flush()
+        self._put(data)
+
+    def _flush(self) -> None:
+        small, self._small = self._small, bytearray()
+        self._put(memoryview(small))
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._hash.update(data)
+        rest = memoryview(data)
+        while len(rest):  # a full disk takes a part, and only then refuses
+            rest = rest[self._file.write(rest) :]
 
     def _sync(self) -> None:
-        self._file.flush()
+        self._flush()
         os.fsync(self._file.fileno())
 
 
@@ -257,7 +262,7 @@ def _in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Wider elements first, so that every tensor's data is aligned to its elements without holes between tensors."""
 
     def key(name: str) -> tuple[int, str]:
-        return (-tensors[name].element_size() if tensors[name].dtype in _DTYPES else -1), name
+        return (-tensors[name].element_size() if tensors[name].dtype in DTYPES else -1), name
 
     return {name: tensors[name] for name in sorted(tensors, key=key)}
 
@@ -267,19 +272,26 @@ def _owner(index: int) -> int:
 
 
 def _part_name(index: int, num: int) -> str:
-    suffix = "" if num == 1 else f"-{index + 1:05d}-of-{num:05d}"
-    return f"model/model{suffix}.safetensors"
+    return f"model/model{_suffix(index, num)}.safetensors"
 
 
-def _split(model: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+def _suffix(index: int, num: int) -> str:
+    return "" if num == 1 else f"-{index + 1:05d}-of-{num:05d}"
+
+
+def _by_module_path(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {model_name(name): leaf for name, leaf in leaves.items()}
+
+
+def _cut(leaves: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
     """The leaves file by file, in file order: a file is closed before the leaf that would take it over the limit."""
     parts: list[dict[str, Tensor]] = []
     room = 0
-    for name, leaf in model.items():
+    for name, leaf in leaves.items():
         size = leaf.numel() * leaf.element_size()
         if not parts or size > room:
             parts.append({})
-            room = MAX_FILE_BYTES
+            room = limit
         parts[-1][name] = leaf
         room -= size
     return [_in_file_order(part) for part in parts]

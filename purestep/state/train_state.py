@@ -13,6 +13,7 @@ from torch import Tensor
 
 from purestep.state.keys import Key
 from purestep.state.mappings import ConsumedStateError, consume, freeze, frozen_dicts, rebuild
+from purestep.state.names import join
 from purestep.state.placement import from_local, is_dtensor, local_tensor
 
 
@@ -24,9 +25,9 @@ class TrainState:
     are compared by `digest()`. A registered pytree: `torch.utils._pytree.tree_map_only(torch.Tensor, f, state)` works.
 
     Raises:
-        TypeError: a field has the wrong type, a leaf of a tensor field is no tensor, or a leaf of `extra` is neither a
-            tensor nor a plain value.
-        ValueError: two leaves share memory, or have one name; the names are given.
+        TypeError: a field has the wrong type, a leaf of a tensor field is no tensor, a leaf of `extra` is neither a
+            tensor nor a plain value, or a key is neither a string nor an integer.
+        ValueError: two leaves share memory; the names are given.
 
     >>> import torch, purestep as ps
     >>> state = ps.TrainState(step=0, params={"w": torch.ones(2)}, buffers={}, opt_state={}, key=ps.key(0))
@@ -78,14 +79,12 @@ class TrainState:
         return pytree.tree_map_only(Tensor, clone_leaf, self)
 
     def leaves(self) -> dict[str, Tensor]:
-        """Every tensor by its name: `params/blocks.0.mlp.weight`, `opt_state/adamw/exp_avg/blocks.0.mlp.weight`."""
-        leaves: dict[str, Tensor] = {}
-        for name, leaf in named_leaves(self):
-            if isinstance(leaf, Tensor):
-                if name in leaves:
-                    raise ValueError(f"two leaves are named {name!r}: rename one of them")
-                leaves[name] = leaf
-        return leaves
+        """Every tensor by its name: `params/blocks.0.mlp.weight`, `opt_state/adamw/exp_avg/blocks.0.mlp.weight`.
+
+        Keys that hold a slash or a tilde, are empty or are integers are marked, so that no two leaves have one name:
+        see `purestep.state.names`.
+        """
+        return {name: leaf for name, leaf in named_leaves(self) if isinstance(leaf, Tensor)}
 
     def digest(self) -> str:
         """SHA-256 (hex) over names, dtypes, shapes and values: equal for equal states whatever the topology.
@@ -258,20 +257,18 @@ def _refuse_non_tensors(state: TrainState) -> None:
 
 def _walk(prefix: str, tree: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, Mapping):
-        items: Iterable[tuple[Any, Any]] = tree.items()
+        for key, value in tree.items():
+            yield from _walk(join(prefix, key), value)
     elif type(tree) in (list, tuple):
-        items = enumerate(tree)
-    else:
-        if not (tree is None and prefix == "ema"):
-            yield prefix, tree
-        return
-    for name, value in items:
-        yield from _walk(f"{prefix}/{name}", value)
+        for i, value in enumerate(tree):
+            yield from _walk(f"{prefix}/{i}", value)
+    elif not (tree is None and prefix == "ema"):
+        yield prefix, tree
 
 
 def _map(function: Callable[[str, Any], Any], prefix: str, tree: Any) -> Any:
     if isinstance(tree, Mapping):
-        return {name: _map(function, f"{prefix}/{name}", value) for name, value in tree.items()}
+        return {key: _map(function, join(prefix, key), value) for key, value in tree.items()}
     if type(tree) in (list, tuple):
         return type(tree)(_map(function, f"{prefix}/{i}", value) for i, value in enumerate(tree))
     return tree if tree is None and prefix == "ema" else function(prefix, tree)

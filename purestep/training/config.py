@@ -32,13 +32,27 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When the state is saved."""
+    """When the state is saved, and which checkpoints stay: with no rule all, otherwise those that any rule keeps."""
 
     every: int = 0
     """Steps between checkpoints; there is always one after the last step. 0: only that one."""
+    keep_last: int | None = None
+    """How many of the newest checkpoints stay."""
+    keep_every: int | None = None
+    """Checkpoints of steps that are a multiple of this stay for good."""
+    keep_best: tuple[str, Literal["min", "max"]] | None = None
+    """The checkpoint with the least or the greatest value of a metric stays, e.g. eval/loss min."""
+    async_save: bool = False
+    """Write checkpoints in the background, from a copy in host memory, while training goes on."""
 
     def __post_init__(self) -> None:
         _at_least(0, "--checkpoint.every", self.every)
+        for flag, value in (
+            ("--checkpoint.keep-last", self.keep_last),
+            ("--checkpoint.keep-every", self.keep_every),
+        ):
+            if value is not None:
+                _at_least(1, flag, value)
 
 
 @dataclass(frozen=True, kw_only=True)

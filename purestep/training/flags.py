@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +46,15 @@ def parse_flags(config_class: type[C], argv: Sequence[str], *, default: C | None
         kwargs: dict[str, Any] = {} if default is None else {"default": default}
         return tyro.cli(config_class, args=list(argv), description=_description(config_class), **kwargs)
 
+    return with_one_line_errors(parse, _flags_of(config_class))
+
+
+def with_one_line_errors(parse: Callable[[], C], known: Sequence[str] = ()) -> C:
+    """`parse()`, a call of `tyro.cli`; what it would draw as a box of several lines becomes the error's message.
+
+    Raises:
+        FlagError: the arguments could not be parsed; one line, in which `known` flags are suggested for unknown ones.
+    """
     shown = io.StringIO()
     try:
         with contextlib.redirect_stderr(shown):
@@ -64,7 +73,7 @@ def parse_flags(config_class: type[C], argv: Sequence[str], *, default: C | None
         contextlib.suppress(SystemExit),
     ):
         return parse()
-    raise FlagError(one_line(shown.getvalue(), _flags_of(config_class)))
+    raise FlagError(one_line(shown.getvalue(), known))
 
 
 def one_line(box: str, known: Sequence[str] = ()) -> str:
@@ -84,6 +93,7 @@ def one_line(box: str, known: Sequence[str] = ()) -> str:
         return _unknown(re.split(r",? ", unknown[1]), known)
     if re.match(r"(Missing from|Required options)", head):
         names = re.findall(r"(?<![\w-])--[\w.-]+", " ".join(sections[0][1:]))
+        names = names or [line for line in sections[0][1:] if line.isupper()]  # positional arguments
         return f"missing: {', '.join(dict.fromkeys(names)) or head} (--help lists all flags)"
     # A class's own ConfigError names its flag already.
     head = re.sub(r"^Error parsing \S+: (?=--)", "", head)

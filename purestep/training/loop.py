@@ -14,7 +14,6 @@ from purestep.sharding.pure_module import PureModule, shard
 from purestep.sharding.runtime import Runtime, start
 from purestep.state.checkpoints import Checkpoints
 from purestep.state.collective import from_rank_zero
-from purestep.state.digests import check_replicas
 from purestep.state.integrity import describe
 from purestep.state.keys import key
 from purestep.state.manifest import CheckpointError
@@ -26,8 +25,10 @@ from purestep.training.plot import plot_losses
 from purestep.training.reporting import Reporter, say
 from purestep.training.resuming import check_order
 from purestep.training.run_directory import RunDirectory, read_metrics
+from purestep.training.stopping import SIGTERM_CODE, StopRequest
 
 T = TypeVar("T")
+_EVAL = "eval/"
 
 
 class RunError(RuntimeError):
@@ -59,8 +60,10 @@ def fit(config: TrainConfig, experiment: Experiment, runtime: Runtime | None = N
 
     Raises:
         ConfigError: the config does not fit the experiment, the processes or the run to resume; nothing is written.
-        CheckpointError: every checkpoint of the run to resume is damaged, or a checkpoint cannot be written.
-        RunError: ranks that should hold the same values do not.
+        CheckpointError: every checkpoint of the run to resume is damaged; or a checkpoint cannot be written, because
+            ranks that should hold the same values do not, say; or another process goes on with this run.
+        RunError: the run's directory cannot be read or written.
+        SystemExit: 143 after SIGTERM, which ends the run at the next step, once its state is saved.
     """
     check_trackers(config)
     if runtime is None:
@@ -72,17 +75,22 @@ def fit(config: TrainConfig, experiment: Experiment, runtime: Runtime | None = N
     module = shard(experiment.model, experiment.spec, runtime)
     order = BatchOrder(len(experiment.data), config.batch_size, key(config.seed).fold_in("order"))
     directory = RunDirectory(config.output_dir)
-    checkpoints = Checkpoints(directory.checkpoints_path, format=config.checkpoint_format)
-    if config.resume:
-        state = _resume(config, experiment, module, order, directory, checkpoints)
-    else:
-        state = _begin(config, experiment, module, directory)
-    if state.step >= config.steps:
-        say(runtime, f"nothing to do: {directory.path} is at step {state.step} and --steps is {config.steps}")
-        return Run(config, runtime, module, state, _on_rank_zero(lambda: _last_values(directory)))
-
-    with Reporter(config, directory, runtime, start=state.step) as reporter:
-        state = _train(config, experiment, module, state, order, reporter, checkpoints)
+    with _checkpoints(config, directory) as checkpoints, StopRequest(runtime) as stop:
+        if config.resume:
+            state = _resume(config, experiment, module, order, directory, checkpoints)
+        else:
+            state = _begin(config, experiment, module, directory, checkpoints)
+        if state.step >= config.steps:
+            say(runtime, f"nothing to do: {directory.path} is at step {state.step} and --steps is {config.steps}")
+            return Run(config, runtime, module, state, _on_rank_zero(lambda: _last_values(directory)))
+        begun_at = state.step
+        with Reporter(config, directory, runtime, start=begun_at) as reporter:
+            state = _train(config, experiment, module, state, order, reporter, checkpoints, stop)
+    if state.step < config.steps:
+        if state.step > begun_at:
+            say(runtime, f"saved {checkpoints.path(state.step)}")
+        say(runtime, f"stopped by SIGTERM; continue with --resume --output-dir {directory.path}")
+        raise SystemExit(SIGTERM_CODE)
     _plot(directory, runtime)
     run = Run(config, runtime, module, state, reporter.last)
     if experiment.on_end is not None:
@@ -98,13 +106,20 @@ def _train(
     order: BatchOrder,
     reporter: Reporter,
     checkpoints: Checkpoints,
+    stop: StopRequest,
 ) -> TrainState:
-    """The steps from `state` to the last one, with what is due after each: record, evaluation, checkpoint."""
+    """The steps from `state` to the last one, with what is due after each: record, evaluation, checkpoint.
+
+    After SIGTERM the state that is returned, and saved, is that of the step it came in. Before the first step nothing
+    is new, and nothing is saved.
+    """
     runtime = module.runtime
     accumulate = config.accelerator.gradient_accumulation.steps
     step = train_step(module, experiment.loss, experiment.optimizer, accumulate=accumulate, donate=True)
     evaluate = _evaluator(config, experiment, module)
     clock = StepClock()
+    if stop.agreed():
+        return state
     for batch in _batches(config, experiment, runtime, order, start=state.step):
         clock.data_ready()
         state, values = step(state, to_device(batch, runtime.device))
@@ -114,13 +129,19 @@ def _train(
             values = to_floats(values)
         clock.step_done(values["weight"])
         reporter.step_done()
+        record = step_record(state.step, config.batch_size, values, clock.take(runtime)) if log else {}
+        measured = eval_record(evaluate(state)) if measure else {}
+        _refuse_unknown(config.checkpoint.keep_best, values, measured)
         if log:
-            record = step_record(state.step, config.batch_size, values, clock.take(runtime))
-            reporter.write({**record, **eval_record(evaluate(state))} if measure else record)
-        if _is_due(state.step, config.checkpoint.every, config.steps):
+            reporter.write({**record, **measured})
+        stopped = stop.agreed()
+        if stopped or _is_due(state.step, config.checkpoint.every, config.steps):
             reporter.sync()
-            _save(checkpoints, state, order)
+            _save(config, checkpoints, state, order, {**to_floats(values), **measured})
+        if stopped:
+            break
         clock.skip()
+    checkpoints.wait()
     return state
 
 
@@ -154,6 +175,7 @@ def check_fit(config: TrainConfig, experiment: Experiment, runtime: Runtime) -> 
         dataset = getattr(experiment, name)
         if dataset is not None and len(dataset) == 0:
             raise ConfigError(f"Experiment.{name} is empty: check --data.path")
+    _check_best(config, experiment)
     topology = config.parallelism.resolve(runtime.world_size)
     if topology != runtime.topology or config.accelerator != runtime.config:
         raise ConfigError(
@@ -168,11 +190,53 @@ def check_fit(config: TrainConfig, experiment: Experiment, runtime: Runtime) -> 
         )
 
 
-def _begin(config: TrainConfig, experiment: Experiment, module: PureModule, directory: RunDirectory) -> TrainState:
+def _checkpoints(config: TrainConfig, directory: RunDirectory) -> Checkpoints:
+    rules = config.checkpoint
+    return Checkpoints(
+        directory.checkpoints_path,
+        format=config.checkpoint_format,
+        keep_last=rules.keep_last,
+        keep_every=rules.keep_every,
+        keep_best=rules.keep_best,
+        async_save=rules.async_save,
+    )
+
+
+def _refuse_unknown(best: tuple[str, str] | None, values: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if what was measured after a step lacks the metric that the best checkpoint is chosen by."""
+    if best is None:
+        return
+    names = measured if best[0].startswith(_EVAL) else values
+    if names and best[0] not in names:
+        raise ConfigError(
+            f"--checkpoint.keep-best {' '.join(best)}: there is no metric of this name, but {', '.join(names)}; those "
+            f"of evaluations begin with {_EVAL}"
+        )
+
+
+def _check_best(config: TrainConfig, experiment: Experiment) -> None:
+    """Raise `ConfigError` if checkpoints would lack the metric that the best one is chosen by."""
+    best, every = config.checkpoint.keep_best, config.checkpoint.every
+    if best is None or not best[0].startswith(_EVAL):
+        return
+    flag = f"--checkpoint.keep-best {' '.join(best)}"
+    if experiment.eval is None:
+        raise ConfigError(f"{flag}: there is no evaluation to take it from (Experiment.eval is None)")
+    if every and (not config.eval_every or every % config.eval_every):
+        raise ConfigError(
+            f"{flag}: a checkpoint is judged by the evaluation of its own step, so --checkpoint.every {every} must be "
+            f"a multiple of --eval-every {config.eval_every}"
+        )
+
+
+def _begin(
+    config: TrainConfig, experiment: Experiment, module: PureModule, directory: RunDirectory, checkpoints: Checkpoints
+) -> TrainState:
     """The first state, and the run's directory, made last: a start that fails leaves nothing."""
     _on_rank_zero(directory.refuse_existing)
     state = init(module, experiment.optimizer, key(config.seed))
     _on_rank_zero(lambda: directory.create(config))
+    checkpoints.lock()
     return state
 
 
@@ -187,6 +251,7 @@ def _resume(
     """The newest valid state, and the run's directory brought back to it, last: a resume that fails changes nothing."""
     runtime = module.runtime
     _on_rank_zero(directory.refuse_missing)
+    checkpoints.lock()  # before anything is read or changed: the run may still be going on
     unfinished = _on_rank_zero(lambda: _unfinished(directory))
     for name in unfinished:
         say(runtime, f"skipping {name}: it has no SHA256SUMS, so it is not a whole checkpoint")
@@ -239,12 +304,13 @@ def _evaluator(config: TrainConfig, experiment: Experiment, module: PureModule) 
     )
 
 
-def _save(checkpoints: Checkpoints, state: TrainState, order: BatchOrder) -> None:
-    try:
-        check_replicas(state)
-    except RuntimeError as error:
-        raise RunError(f"step {state.step}: {error}; no checkpoint was written") from error
-    checkpoints.save(state, metadata={"batch_order": order.describe()})
+def _save(
+    config: TrainConfig, checkpoints: Checkpoints, state: TrainState, order: BatchOrder, metrics: Mapping[str, float]
+) -> None:
+    best = config.checkpoint.keep_best
+    # A state that was not evaluated (after SIGTERM there is no time for that) does not count for the best.
+    measured = metrics if best is None or best[0] in metrics else None
+    checkpoints.save(state, metrics=measured, metadata={"batch_order": order.describe()}, check_replicas=True)
 
 
 def _is_due(step: int, every: int, last: int) -> bool:

@@ -17,9 +17,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 import purestep.state.safetensors_files as safetensors_files
 from purestep.state import TrainState, key
 from purestep.state.blocks import allocate, flat_bytes
-from purestep.state.checkpoint import restore, save
+from purestep.state.checkpoint import save
 from purestep.state.integrity import describe, verify
 from purestep.state.manifest import FORMAT_VERSION, FORMATS, CheckpointError
+from purestep.state.restoring import restore
 
 all_formats = pytest.mark.parametrize("format", FORMATS)
 
@@ -72,6 +73,8 @@ def awkward_leaves() -> dict[str, torch.Tensor]:
         "slice_2": storage[4:],
         "strided": torch.randn(8)[::2],
         "expanded": torch.randn(3, 1).expand(3, 4),
+        "expanded_to_one": torch.tensor(2.5).expand(1),
+        "expanded_to_none": torch.tensor(2.5).expand(2, 0),
         "empty": torch.empty(0),
         "empty_rows": torch.empty(0, 3),
         "empty_columns": torch.empty(3, 0),
@@ -236,6 +239,7 @@ def test_a_misfit_is_one_error_with_every_leaf_and_changes_nothing(tmp_path, for
     lines = str(caught.value).splitlines()
     assert lines[0] == f"checkpoint {path} (step 4) does not fit the state asked for:"
     assert sorted(line.strip() for line in lines[1:]) == [
+        "did you mean rename={'opt_state/adamw/exp_avg/b': 'opt_state/adamw/exp_avg/B'}?",
         "dtype of params/a: float32 in the checkpoint, bfloat16 asked for",
         "missing in the checkpoint: extra/lr",
         "missing in the checkpoint: opt_state/adamw/exp_avg/B",
@@ -243,6 +247,7 @@ def test_a_misfit_is_one_error_with_every_leaf_and_changes_nothing(tmp_path, for
         "not in the state asked for: extra/t",
         "not in the state asked for: opt_state/adamw/exp_avg/b",
         "shape of params/b: (3,) in the checkpoint, (4,) asked for",
+        "to cast, use strict='exact_but_dtype'",
     ]
     assert asked.digest() == before
     for wrong in (state.replace(opt_state={}), state.replace(ema={"a": torch.ones(1)}), state.replace(params={})):
@@ -253,13 +258,20 @@ def test_a_misfit_is_one_error_with_every_leaf_and_changes_nothing(tmp_path, for
 @pytest.mark.parametrize(
     ("changes", "options", "error", "message"),
     [
-        ({"extra": {1: 2}}, {}, TypeError, "'extra' has the key 1"),
-        ({"opt_state": {"o": {0: torch.ones(1)}}}, {}, TypeError, "'opt_state/o' has the key 0"),
+        ({"extra": {"a": {"\udc80": 2}}}, {}, ValueError, r"'extra/a/\udc80': it holds half a surrogate pair"),
+        ({"extra": {"a": ["\ud83d\ude00"]}}, {}, ValueError, "'extra/a/0': it holds half a surrogate pair"),
+        ({"extra": {"n": 1 << 2048}}, {}, ValueError, "'extra/n' is an integer of 2049 bits, a checkpoint keeps 2048"),
+        (
+            {"params": {1: torch.ones(1), "1": torch.ones(1)}},
+            {},
+            ValueError,
+            "'params/1' and 'params/~i1' are both '1'",
+        ),
         (
             {"params": {"x": torch.ones(1)}, "buffers": {"x": torch.ones(1)}},
             {},
             ValueError,
-            "'x' is both in params and in buffers",
+            "leaves 'buffers/x' and 'params/x' are both 'x' in model/",
         ),
         ({"params": {"__metadata__": torch.ones(1)}}, {}, ValueError, "'params/__metadata__': safetensors keeps"),
         ({"params": {"z": torch.ones(1, dtype=torch.complex128)}}, {}, ValueError, "'params/z' is torch.complex128"),

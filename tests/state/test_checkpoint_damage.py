@@ -19,11 +19,12 @@ import torch
 import purestep.state.commit as commit
 import purestep.state.dcp_files as dcp_files
 from purestep.state import TrainState
-from purestep.state.checkpoint import restore, save
+from purestep.state.checkpoint import save
 from purestep.state.checkpoints import Checkpoints
 from purestep.state.dcp_files import read_metadata
 from purestep.state.integrity import verify
 from purestep.state.manifest import FORMATS, CheckpointError, parse
+from purestep.state.restoring import restore
 from tests.ranks import run_ranks
 from tests.state.test_checkpoint import assert_same, make_state, reseal
 
@@ -377,6 +378,7 @@ def test_leftovers_of_the_living_stay(tmp_path):
     (tmp_path / ".other.tmp-dead").mkdir()
     alive = commit.Replacement(tmp_path / "step-00000008", ())
     checkpoints.save(make_state(step=1))
+    checkpoints.close()
     assert sorted(os.listdir(tmp_path)) == sorted([".other.tmp-dead", alive.temporary.name, "step-00000001"])
     alive.abort()
     assert sorted(os.listdir(tmp_path)) == sorted([".other.tmp-dead", "step-00000001"])

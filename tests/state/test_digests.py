@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from purestep.state import TrainState, check_replicas, key
-from purestep.state.digests import _CHUNK, digest_of_table, leaf_digests
+from purestep.state.digests import digest_of_table, leaf_digests
+from purestep.state.sums import CHUNK_BYTES
 from tests.ranks import run_ranks
 
 
@@ -96,7 +97,7 @@ LEAVES = {
     "empty rows": lambda: torch.empty(4, 0),
     "strided": lambda: torch.arange(40.0).view(5, 8).sin()[:, ::2],
     "expanded": lambda: torch.arange(3.0).expand(4, 3),
-    "longer than a chunk": lambda: torch.arange(2.0 * _CHUNK + 3).sin(),
+    "longer than a chunk": lambda: torch.arange(2.0 * CHUNK_BYTES + 3).sin(),
 }
 SCALARS = {"0-d": lambda: torch.tensor(2.5), "0-d int": lambda: torch.tensor(7), "0-d bool": lambda: torch.tensor(True)}
 

@@ -8,6 +8,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from purestep.state import ConsumedStateError, FrozenDict, TrainState, key
+from purestep.state.names import unescape
 from purestep.state.train_state import clone_leaf, hand_over, make_state, map_leaves, named_leaves, padded_storage
 from tests.ranks import run_ranks
 
@@ -48,9 +49,27 @@ def test_leaves_are_named_by_their_path():
     assert ("extra/notes/1/0", "a") in list(named_leaves(state))
 
 
-def test_two_leaves_of_one_name_are_refused():
-    with pytest.raises(ValueError, match="two leaves are named 'extra/a/b': rename one"):
-        example_state(extra={"a": {"b": torch.ones(1)}, "a/b": torch.ones(1)})
+def test_no_two_leaves_have_one_name():
+    keys = ["a", "a/b", "a~1b", "a~b", "a~0b", "", "~", "/", "//", "1", 1, "~i1", -1, 2**63, "i1", "..", "__metadata__"]
+    keys += ["\u00e9", "e\u0301", "x" * 300, "blocks.0.weight"]
+    extra = {key: torch.tensor(i) for i, key in enumerate(keys)} | {"a": {"b": torch.tensor(-1), "": torch.tensor(-2)}}
+    state = example_state(extra=extra)
+    names = [name for name in state.leaves() if name.startswith("extra/")]
+    assert len(set(names)) == len(keys) + 1
+    for name in names:
+        key, *inner = [unescape(part) for part in name.split("/")[1:]]
+        assert state.leaves()[name] is (extra[key][inner[0]] if inner else extra[key]), name
+        assert type(key) is type(next(other for other in keys if other == key)), name
+    assert {"extra/blocks.0.weight", "extra/a~1b", "extra/~", "extra/~i1", "extra/1", "extra/a/b", "extra/a/~"} <= set(
+        names
+    )
+    assert [name for name, _ in map_leaves(lambda name, leaf: name, state).extra["a"].items()] == ["b", ""]
+
+
+def test_an_escape_that_stands_for_nothing_is_refused():
+    for part in ("", "a~", "~2", "~i", "~i01", "~i-0", "~ix", "a~i5"):
+        with pytest.raises(ValueError, match="is no part of a leaf name"):
+            unescape(part)
 
 
 def test_no_ema_is_no_leaf_and_an_empty_one_stays_empty():
@@ -135,6 +154,13 @@ WRONG_TYPES = {
     "None in opt_state": ({"opt_state": {"a": {"m": {"w": None}}}}, r"'opt_state/a/m/w' must be a tensor, got None"),
     "a set in extra": ({"extra": {"a": {1, 2}}}, r"'extra/a' must be a tensor, a number, a string or None, got set"),
     "a key in extra": ({"extra": {"k": key(0)}}, r"'extra/k' must be a tensor, .*got Key"),
+    "a bool as key": (
+        {"extra": {"a": {True: 1}}},
+        r"'extra/a' has the key True \(bool\): keys are strings, or integers",
+    ),
+    "a tuple as key": ({"opt_state": {("a", 1): {}}}, r"'opt_state' has the key \('a', 1\) \(tuple\)"),
+    "a number as key": ({"extra": {1.5: 1}}, r"'extra' has the key 1\.5 \(float\)"),
+    "an endless key": ({"extra": {2**64: 1}}, r"'extra' has the key 18446744073709551616 \(int\).* up to 64 bits"),
     "an object in extra": ({"extra": {"a": [torch.nn.Linear(1, 1)]}}, r"'extra/a/0' must be .*got Linear"),
 }
 

@@ -13,7 +13,6 @@ import torch
 
 import purestep as ps
 from purestep.training import loop
-from purestep.training.loop import RunError
 from purestep.training.run_directory import read_metrics
 from tests.ranks import RanksFailed, run_on, run_ranks
 from tests.training.programs import Config, Samples, build
@@ -315,7 +314,7 @@ def test_a_tracker_the_runtime_does_not_have_is_refused(tmp_path):
 def _fit_with_replicas_that_drift(topology: tuple[int, int], config: Config) -> str:
     config = dataclasses.replace(config, parallelism=ps.ParallelismConfig(*topology))
     experiment = dataclasses.replace(build(config), optimizer=ps.sgd(0.1 + 0.01 * int(os.environ["RANK"])))
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(ps.CheckpointError) as caught:
         ps.fit(config, experiment)
     return str(caught.value)
 

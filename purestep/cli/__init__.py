@@ -1,0 +1,8 @@
+"""The command `purestep`: look at checkpoints, check them, compare them, convert them.
+
+Nothing here imports torch before a command needs it: `--help`, `inspect` and `verify` never do.
+"""
+
+from purestep.cli.program import main
+
+__all__ = ["main"]
