@@ -23,6 +23,7 @@ from purestep.state.manifest import (
     FORMATS,
     MANIFEST,
     TREES,
+    CheckpointError,
     LeafInfo,
     Manifest,
     StoredBlock,
@@ -31,7 +32,7 @@ from purestep.state.manifest import (
     encode_tree,
 )
 from purestep.state.opening import fingerprint, naming, together
-from purestep.state.placement import block_of, default_world_size, is_dtensor, local_tensor
+from purestep.state.placement import block_of, default_rank, default_world_size, is_dtensor, local_tensor
 from purestep.state.safetensors_files import Written, check_model_names, write_leaves
 from purestep.state.train_state import TrainState
 from purestep.state.workers import Pool
@@ -89,18 +90,24 @@ def save(
     _refuse_disagreement(state, plan)
     _finish_on_devices(plan.leaves)
     held = {name: block_of(leaf) for name, leaf in plan.leaves.items()}
+    # Rank 0 writes the leaf table: the sums of whole leaves are needed nowhere else.
+    held = {name: block for name, block in held.items() if block.shard_groups or default_rank() == 0}
     with Pool(1) as pool, _replacing(path) as root:
         parts = pool.submit(block_digests, held)  # while files are written, which waits for the disk now and then
         files: dict[str, tuple[str, int]] = {}
         blocks: dict[str, list[StoredBlock]] = {}
+        gathered: dict[str, int] = {}
         for write in _writers(plan, root):
             for written in on_every_rank(lambda write=write: naming(path, write)):  # type: ignore[misc]
                 files.update(written.files)
+                gathered.update(written.gathered)
                 for name, stored in written.blocks.items():
                     blocks.setdefault(name, []).extend(stored)
         sums = add_up(held, together(path, parts.result))
-        manifest = _manifest(state, plan, sums, files, blocks)
-        from_rank_zero(lambda: naming(path, lambda: _write_tables(root, manifest, files)))
+        _refuse_wrong_wholes(path, sums, gathered)
+        from_rank_zero(
+            lambda: naming(path, lambda: _write_tables(root, _manifest(state, plan, sums, files, blocks), files))
+        )
     return Path(path)
 
 
@@ -154,6 +161,16 @@ def _refuse_disagreement(state: TrainState, plan: _Plan) -> None:
         wrong = [f"{name} {other[name]} instead of {value}" for name, value in first.items() if other[name] != value]
         if wrong:
             raise ValueError(f"every rank must save the same state, but rank {rank} has {', '.join(wrong)}")
+
+
+def _refuse_wrong_wholes(path: str | os.PathLike, sums: Mapping[str, int], gathered: Mapping[str, int]) -> None:
+    """Raise unless what was put together from shards has the values that the shards have."""
+    wrong = sorted(name for name, total in gathered.items() if (sums[name] - total) % 2**64)
+    if wrong:
+        raise CheckpointError(
+            f"checkpoint {path}: what was gathered of {', '.join(map(repr, wrong))} is not what the ranks hold: it "
+            "changed during the save, or a transfer between ranks failed"
+        )
 
 
 def _finish_on_devices(leaves: Mapping[str, Tensor]) -> None:

@@ -26,7 +26,7 @@ from purestep.state.train_state import TrainState, named_leaves
 from purestep.state.workers import in_parallel
 
 _SMALL_BYTES = 1 << 12  # blocks up to this are summed many at a time
-_TASK_BYTES = 128 * CHUNK_BYTES  # of a large block, summed by one thread
+_TASK_BYTES = 16 * CHUNK_BYTES  # of a large block, summed by one thread
 _LONG_RUN_BYTES = 1 << 12  # runs of a block in pieces that are worth a call each
 _ELEMENTS = 1 << 16  # of shorter pieces, summed at a time
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from purestep.state.blocks import Target
 from purestep.state.hashing import StreamHash
-from purestep.state.memory import expect_to_be_filled
+from purestep.state.hints import expect_to_be_filled
 
 B = TypeVar("B")
 Cut = tuple[tuple[slice, ...], tuple[slice, ...]]

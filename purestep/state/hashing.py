@@ -13,16 +13,21 @@ _AHEAD = 4  # parts that may wait to be hashed
 
 
 class StreamHash:
-    """SHA-256 of what `update` is given, in order. The memory given must stay as it is until `wait` or `hexdigest`."""
+    """SHA-256 of what `update` is given, in order. The memory given must stay as it is until `wait` or `hexdigest`.
 
-    def __init__(self) -> None:
+    Args:
+        in_thread: whether to hash beside the caller; with as many files in hand as there are cores, that gains nothing.
+    """
+
+    def __init__(self, *, in_thread: bool = True) -> None:
+        self._in_thread = in_thread
         self._sha = hashlib.sha256()
         self._pool: Pool | None = None
         self._waiting: deque[Job[None]] = deque()
 
     def update(self, data: Any) -> None:
         """Append the bytes of a buffer; large ones are hashed while the caller goes on."""
-        if len(data) < _INLINE:
+        if len(data) < _INLINE or not self._in_thread:
             self.wait()
             self._sha.update(data)
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
@@ -23,7 +23,7 @@ from purestep.state.matching import EVERYTHING, Match, RestoreReport, Wanted, ma
 from purestep.state.opening import fingerprint, open_together, together
 from purestep.state.placement import block_of, default_rank, is_dtensor
 from purestep.state.renaming import Renaming
-from purestep.state.streaming import read_leaves
+from purestep.state.streaming import is_copied, read_leaves
 from purestep.state.train_state import TrainState, clone_leaf, map_leaves
 
 _logger = logging.getLogger("purestep")
@@ -82,7 +82,8 @@ def restore(
             changed, and its values, step and key are not used unless `strict` is `partial`.
         device: where plain (unsharded) leaves go; by default to where the abstract ones are, and to the CPU if those
             are meta tensors. Sharded leaves go to their mesh's device.
-        verify: compare every file with `SHA256SUMS` before reading, and every leaf's digest after.
+        verify: compare every file with `SHA256SUMS`, and the digest of every leaf that is not just copied from a file
+            (but cut for another topology or cast, say) with the one it was saved with.
         strict: `exact`: the checkpoint must hold exactly the leaves asked for. `exact_but_dtype`: values are cast to
             the dtypes asked for; what would lose more than precision (floats to integers, complex numbers to real
             ones) is refused. `partial`: leaves that `include` lets in and the checkpoint has are loaded, cast if need
@@ -132,11 +133,14 @@ def restore(
         contents = open_together(path, verify=False)  # the files are verified while they are read
         found = together(path, lambda: match(contents, abstract_state, wanted))
         read = _Read(contents, device, verify)
-        damage = gather_objects(together(path, lambda: read.leaves_of(found, abstract_state)))
-    refuse_damage(contents, [line for of_rank in damage for line in of_rank])
+        answers = gather_objects(together(path, lambda: read.leaves_of(found, abstract_state)))
+    refuse_damage(contents, [line for damage, _ in answers for line in damage])
     if verify:
-        sums = add_up({name: block_of(leaf) for name, leaf in read.leaves.items()}, read.sums)
-        together(path, lambda: _compare(contents, found.sources, sums))
+        moved = {name for _, names in answers for name in names}
+        sources = {name: row for name, row in found.sources.items() if name in moved}
+        parts = together(path, lambda: read.digests(sources))
+        sums = add_up({name: block_of(read.leaves[name]) for name in sources}, parts)
+        together(path, lambda: _compare(contents, sources, sums))
     together(path, read.refuse_casts)
     state = _build(contents, abstract_state, found, read)
     if found.report.cast and default_rank() == 0:
@@ -178,24 +182,34 @@ class _Read:
     failed: list[str] = field(default_factory=list)
     """What cannot be cast."""
     sums: dict[str, int] = field(default_factory=dict)
-    """This rank's part of each leaf's digest, of the values as stored."""
+    """This rank's part of the digest of each leaf that was cast, of the values as stored."""
 
-    def leaves_of(self, found: Match, asked: TrainState) -> list[str]:
-        """Read every leaf that was found, into new memory like that of `asked`: a line for each damage."""
+    def leaves_of(self, found: Match, asked: TrainState) -> tuple[list[str], list[str]]:
+        """Read every leaf that was found, into new memory like that of `asked`.
+
+        Returns:
+            A line for each damage; and the names of leaves that were not just copied from a file: cut, put together,
+            cast, or taken out of DCP's archives. Only of these does a digest say more than the sum of the file.
+        """
         like = asked.leaves()
         stored = {
             name: (row, allocate(like[name], self.device, getattr(torch, row.dtype)))
             for name, row in found.sources.items()
         }
+        moved = [name for name, (row, target) in stored.items() if not is_copied(row, target)]
+        moved += [name for name, (_, target) in stored.items() if target.leaf.dtype != like[name].dtype]
         damage = read_leaves(
             self.contents,
             stored,
             verify=self.digest,
             done=lambda name: self._take(name, stored.pop(name)[1], like[name]),
         )
-        if self.digest and not damage:
-            self.sums |= block_digests({n: block_of(leaf) for n, leaf in self.leaves.items() if n not in self.sums})
-        return damage
+        return damage, moved
+
+    def digests(self, names: Collection[str]) -> dict[str, int]:
+        """This rank's part of the digests of some leaves, of the values as stored."""
+        uncast = {name: block_of(self.leaves[name]) for name in names if name not in self.sums}
+        return self.sums | block_digests(uncast)
 
     def refuse_casts(self) -> None:
         """Raise if a leaf could not be cast: it is known by now that its values are what was saved."""

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from purestep.state.blocks import flat_bytes, gather_to
 from purestep.state.hashing import StreamHash
+from purestep.state.hints import reserve, start_writing
 from purestep.state.integrity import write_file
 from purestep.state.manifest import StoredBlock
 from purestep.state.names import module_name
 from purestep.state.placement import Block, block_of, default_rank, default_world_size, is_dtensor
+from purestep.state.sums import sum_of_run
 from purestep.state.workers import Job, Pool, num_workers
 
 T = TypeVar("T")
@@ -28,7 +30,8 @@ MAX_FILE_BYTES = 5 * 10**9  # of a file in model/: what hubs and file systems ta
 SHARD_FILE_BYTES = 1 << 26  # of a file in state/: a rank's files are written, hashed and read side by side, but
 _MOST_SHARD_FILES = 8  # there are no more than this many a rank
 MAX_HEADER = 100_000_000  # the format's own limit
-_CHUNK = 1 << 22  # bytes hashed and written at a time
+_CHUNK = 1 << 20  # bytes hashed and written at a time
+_WRITE_BEHIND = 1 << 25  # bytes after which the disk is set to work
 DTYPES = {
     getattr(torch, name): code
     for name, code in {
@@ -63,6 +66,8 @@ class Written:
     files: dict[str, tuple[str, int]] = field(default_factory=dict)
     """Path -> (SHA-256, bytes)."""
     blocks: dict[str, list[StoredBlock]] = field(default_factory=dict)
+    gathered: dict[str, int] = field(default_factory=dict)
+    """Leaf -> the sum (see `digests`) of what was written of it, if it was put together from several ranks."""
 
 
 def check_model_names(leaves: Mapping[str, Tensor]) -> None:
@@ -112,7 +117,7 @@ def write_leaves(root: Path, leaves: Mapping[str, Tensor], *, shards: bool) -> W
         whole = {path: {name: block.local for name, block in blocks.items()} for path, blocks in files.items()}
         whole |= {paths[i]: _by_module_path(parts[i]) for i in mine if i not in gathered}
         for path, tensors in sorted(whole.items(), key=lambda item: -sum(x.nbytes for x in item[1].values())):
-            jobs[path] = pool.submit(_write_file, root / path, tensors)
+            jobs[path] = pool.submit(_write_file, root / path, tensors, len(whole) < num_workers())
         writers = _write_gathered(root, {i: (paths[i], parts[i]) for i in gathered})
     endings = {path: job.result for path, job in jobs.items()} | {path: w.close for path, w in writers.items()}
     written = Written(_end_all(endings))
@@ -120,6 +125,9 @@ def write_leaves(root: Path, leaves: Mapping[str, Tensor], *, shards: bool) -> W
         for name, block in blocks.items():
             written.blocks[name] = [StoredBlock(path, block.offset, tuple(block.local.shape))]
     for i in mine:
+        if i in gathered:
+            sums = dict(zip(parts[i], writers[paths[i]].sums, strict=True))
+            written.gathered |= {name: sums[name] for name, leaf in parts[i].items() if block_of(leaf).shard_groups}
         for name, leaf in parts[i].items():
             written.blocks[name] = [StoredBlock(paths[i], (0,) * leaf.ndim, tuple(leaf.shape))]
     if len(parts) > 1 and default_rank() == 0:
@@ -130,7 +138,7 @@ def write_leaves(root: Path, leaves: Mapping[str, Tensor], *, shards: bool) -> W
 def _write_gathered(root: Path, parts: Mapping[int, tuple[str, Mapping[str, Tensor]]]) -> dict[str, SafetensorsWriter]:
     """Gather each leaf to its file's rank, and write it there. The writers, by path, are yet to be closed."""
     writers = {
-        i: SafetensorsWriter(root / path, _by_module_path(part))
+        i: SafetensorsWriter(root / path, _by_module_path(part), digest=True)
         for i, (path, part) in parts.items()
         if _owner(i) == default_rank()
     }
@@ -156,8 +164,8 @@ def _end_all(endings: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     return results
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, int]:
-    writer = SafetensorsWriter(path, tensors)
+def _write_file(path: Path, tensors: Mapping[str, Tensor], hash_in_thread: bool) -> tuple[str, int]:
+    writer = SafetensorsWriter(path, tensors, hash_in_thread=hash_in_thread)
     for tensor in tensors.values():
         writer.write([tensor])
     return writer.close()
@@ -183,13 +191,26 @@ class SafetensorsWriter:
     The first error is kept, later writes do nothing, and `close` raises it: the rank must go on taking part in gathers.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write the header of `tensors`, which `write` will get in this order."""
+    def __init__(
+        self, path: Path, tensors: Mapping[str, Tensor], *, hash_in_thread: bool = True, digest: bool = False
+    ) -> None:
+        """Write the header.
+
+        Args:
+            path: a file that does not exist.
+            tensors: what `write` will get, in this order; only their names, shapes and dtypes are used.
+            hash_in_thread: see `StreamHash`.
+            digest: whether to fill `sums`.
+        """
+        self.sums: list[int] = []
+        """The sum (see `digests`) of each tensor that was written."""
+        self._digest = digest
         self._path = path
         self._error: Exception | None = None
-        self._hash, self._size = StreamHash(), 0
+        self._hash, self._size = StreamHash(in_thread=hash_in_thread), 0
         self._small = bytearray()  # what is yet to be written: small tensors are written many at a time
         self._file: Any = None
+        self._put_bytes = self._started = 0  # of the file: written, and on their way to the disk
         self._guard(lambda: self._open(tensors))
 
     def write(self, pieces: list[Tensor]) -> None:
@@ -227,13 +248,20 @@ class SafetensorsWriter:
         if len(text) > MAX_HEADER:
             raise ValueError(f"{self._path.name}: {len(tensors)} tensors are more than a safetensors header can list")
         self._file = open(self._path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
+        reserve(self._file, 8 + len(text) + start)
         self._append(len(text).to_bytes(8, "little"))
         self._append(text)
 
     def _append_tensors(self, tensors: list[Tensor]) -> None:
+        total = done = 0
         for data in map(flat_bytes, tensors):
             for start in range(0, data.numel(), _CHUNK):
-                self._append(data[start : start + _CHUNK].cpu().numpy().data)
+                chunk = data[start : start + _CHUNK].cpu().numpy()
+                if self._digest:
+                    total += sum_of_run(chunk, done)
+                    done += len(chunk)
+                self._append(chunk.data)
+        self.sums.append(total)
 
     def _append(self, data: bytes | memoryview) -> None:
         self._size += len(data)
@@ -252,6 +280,10 @@ class SafetensorsWriter:
         rest = memoryview(data)
         while len(rest):  # a full disk takes a part, and only then refuses
             rest = rest[self._file.write(rest) :]
+        self._put_bytes += len(data)
+        if self._put_bytes - self._started >= _WRITE_BEHIND:
+            start_writing(self._file, self._started, self._put_bytes - self._started)
+            self._started = self._put_bytes
 
     def _sync(self) -> None:
         self._flush()

@@ -17,7 +17,7 @@ from purestep.state.integrity import Contents, damage, inside, wrong_size, wrong
 from purestep.state.manifest import MANIFEST, DamagedCheckpointError, LeafInfo
 from purestep.state.placement import default_rank, default_world_size
 from purestep.state.safetensors_reading import SafetensorsHeader, find_extent
-from purestep.state.workers import in_parallel
+from purestep.state.workers import in_parallel, num_workers
 
 Find = Callable[[Any], Extent]
 """Where in a file is what a leaf needs, given the file, or the header of a safetensors file."""
@@ -53,8 +53,17 @@ def read_leaves(
             return lines
     plan.make(wanted, DcpTable(contents.root) if in_dcp else None)
     names = sorted(plan.requests.keys() | share, key=lambda name: -contents.manifest.files.get(name, 0))
+    plan.hash_in_thread = len(names) < num_workers()
     found: list[list[str]] = in_parallel(lambda name: plan.read(name, verify=name in share), names)
     return plan.problems + [line for of_file in found for line in of_file]
+
+
+def is_copied(leaf: LeafInfo, target: Target) -> bool:
+    """Whether `target` is filled with a stored block of `leaf` as it is."""
+    if leaf.blocks is None:
+        return False
+    place = (target.offset, tuple(target.local.shape))
+    return target.local.numel() == 0 or any((block.offset, block.shape) == place for block in leaf.blocks)
 
 
 def _share(contents: Contents) -> set[str]:
@@ -84,6 +93,7 @@ class _Plan:
         self.requests: dict[str, list[tuple[str, Find]]] = defaultdict(list)
         """File -> (leaf, what to find there) of each part of a leaf."""
         self.problems: list[str] = []
+        self.hash_in_thread = True
         self._contents, self._done = contents, done
         self._left: Counter[str] = Counter()
         self._lock = Lock()
@@ -122,7 +132,7 @@ class _Plan:
         if verify and size != self._contents.manifest.files[name]:
             return [wrong_size(self._contents, name, size)]
         extents, lines = self._find(name, file)
-        sha256 = StreamHash() if verify else None
+        sha256 = StreamHash(in_thread=self.hash_in_thread) if verify else None
         try:
             file.seek(0)
             read_extents(file, extents, stop=size if verify else 0, sha256=sha256)

@@ -10,7 +10,7 @@ What this is good for:
 - A change of one word, and so one flipped bit, always changes it: the sum moves by an odd number times a difference
   below 2**16, which is never a multiple of 2**64.
 - It is multilinear hashing (Carter and Wegman 1979; Lemire and Kaser 2014): over a random choice of keys, two different
-  contents agree with a probability below 2**-47 within a chunk of 64 KiB and below 2**-41 across chunks, exchanged
+  contents agree with a probability below 2**-47 within a chunk of 512 KiB and below 2**-41 across chunks, exchanged
   elements and moved rows included. Chunks cost some bits because their keys are products, one factor for the place in
   the chunk and one for the chunk, so that a table of one chunk's keys serves all. Each factor comes from SplitMix64.
 - It is no defence against somebody who wants two contents to agree. SHA-256 over the files is.
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 1 << 16
+CHUNK_BYTES = 1 << 19  # large enough that threads do not queue up for the interpreter between NumPy's calls
 _WINDOWS = CHUNK_BYTES // 8  # words are taken four at a time, as one window of 8 bytes
 _DEVICE_BYTES = 1 << 24  # handled at a time on an accelerator, times about 10 in temporaries
 _BATCH_WINDOWS = 1 << 15  # of small runs handled at a time

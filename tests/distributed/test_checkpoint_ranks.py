@@ -204,6 +204,8 @@ def _failures(directory: str) -> dict[str, str]:
     save(f"{directory}/dcp", state.replace(step=8), format="dcp")
     assert restore(f"{directory}/dcp", state).step == 8
     path = f"{directory}/safetensors"
+    said["changed"] = _message(lambda: _save_while_a_leaf_changes(f"{directory}/safetensors", state))
+    assert restore(f"{directory}/safetensors", state).step == 7
     said["steps differ"] = _message(lambda: save(path, state.replace(step=7 + rank)))
     said["half a mesh"] = _message(lambda: save(path, _on(dist.DeviceMesh("cpu", [0], mesh_dim_names=("shard",)))))
     said["bad metadata on rank 1"] = _message(lambda: save(path, state, metadata={"x": {1}} if rank == 1 else {}))
@@ -216,7 +218,7 @@ def _failures(directory: str) -> dict[str, str]:
         file.write(b"\x55")
     dist.barrier()
     said["damage"] = _message(lambda: restore(path, state))
-    said["digest"] = _message(lambda: _restore_without_sums(path, state))
+    said["digest"] = _message(lambda: _restore_without_sums(path))
     return said
 
 
@@ -236,14 +238,31 @@ def _fail_in_the_middle(path: str, state: TrainState) -> None:
         safetensors_files.SafetensorsWriter._append_tensors = write
 
 
-def _restore_without_sums(path: str, state: TrainState) -> None:
-    """Restore while no rank compares files with their sums: only the leaf digests can tell."""
+def _save_while_a_leaf_changes(path: str, state: TrainState) -> None:
+    """Save while a shard changes between being digested and being gathered."""
+    import purestep.state.checkpoint as checkpoint
+
+    digests = checkpoint.block_digests
+
+    def digest_then_change(blocks: Any) -> Any:
+        sums = digests(blocks)
+        return {name: value + (name == "params/a.weight" and dist.get_rank() == 1) for name, value in sums.items()}
+
+    checkpoint.block_digests = digest_then_change
+    try:
+        save(path, state)
+    finally:
+        checkpoint.block_digests = digests
+
+
+def _restore_without_sums(path: str) -> None:
+    """Restore whole leaves from shards while no rank compares files with their sums: only leaf digests can tell."""
     import purestep.state.streaming as streaming
 
     share = streaming._share
     streaming._share = lambda contents: set()
     try:
-        restore(path, state)
+        restore(path, _values())
     finally:
         streaming._share = share
 
@@ -256,6 +275,7 @@ def test_a_failure_on_one_rank_is_the_same_failure_on_all_and_leaves_the_old_che
             assert "File too large" in said[f"{format}, {who}"], said
         assert "rank 1" in said[f"{format}, rank 1"], said
     assert "rank 1: [Errno 28] No space left" in said["rank 1 cannot write on"], said
+    assert "what was gathered of 'params/a.weight' is not what the ranks hold" in said["changed"], said
     assert said["steps differ"].startswith("ValueError: every rank must save the same state, but rank 1 has step 8"), (
         said
     )

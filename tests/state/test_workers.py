@@ -48,8 +48,8 @@ def test_ranks_of_one_machine_share_its_cores(monkeypatch, cores, ranks, expecte
 
 def test_a_stream_is_hashed_in_order():
     draw = random.Random(0)
-    for _ in range(5):
-        stream, plain = StreamHash(), hashlib.sha256()
+    for i in range(6):
+        stream, plain = StreamHash(in_thread=i % 2 == 0), hashlib.sha256()
         for _ in range(30):
             data = draw.randbytes(draw.choice([0, 1, 5_000, 70_000, 300_000]))
             stream.update(data)
