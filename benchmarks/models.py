@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -46,6 +48,23 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def purestep_loop(
+    tokens: Tensor, *, donate: bool, clip: bool = True, runtime: ps.Runtime | None = None
+) -> Callable[[], None]:
+    """A step of purestep on a fresh GPT, to be called again and again."""
+    module = ps.shard(GPT(), runtime=runtime)
+    parts = {"clip": ps.clip_by_global_norm(1.0)} if clip else {}
+    optimizer = ps.chain(**parts, adamw=ps.adamw(1e-3))
+    train = ps.train_step(module, mean_cross_entropy, optimizer, donate=donate)
+    state = ps.init(module, optimizer, ps.key(0))
+
+    def step() -> None:
+        nonlocal state
+        state, _ = train(state, tokens)
+
+    return step
 
 
 def batch_of_tokens(batch: int = 8, context: int = 64, seed: int = 0) -> Tensor:

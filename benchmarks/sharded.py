@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import purestep as ps
-from benchmarks.models import GPT, batch_of_tokens, cross_entropy, mean_cross_entropy
+from benchmarks.models import GPT, batch_of_tokens, cross_entropy, purestep_loop
 from benchmarks.timing import interleave, report
 
 
@@ -59,24 +59,11 @@ def _loop(model: torch.nn.Module, tokens: torch.Tensor, **adamw: Any) -> Callabl
     return step
 
 
-def purestep_loop(
-    tokens: torch.Tensor, runtime: ps.Runtime, topology: ps.Topology, *, donate: bool
-) -> Callable[[], None]:
+def runtime_of(runtime: ps.Runtime, topology: ps.Topology) -> ps.Runtime:
     # The same processes serve two topologies in turn; a run of its own would open one runtime.
-    mesh = init_device_mesh(
-        "cpu", (runtime.world_size,), mesh_dim_names=("dp_shard" if topology.is_sharded else "dp_replicate",)
-    )
-    own = dataclasses.replace(runtime, topology=topology, mesh=mesh)
-    module = ps.shard(GPT(), runtime=own)
-    optimizer = ps.chain(clip=ps.clip_by_global_norm(1.0), adamw=ps.adamw(1e-3))
-    train = ps.train_step(module, mean_cross_entropy, optimizer, donate=donate)
-    state = ps.init(module, optimizer, ps.key(0))
-
-    def step() -> None:
-        nonlocal state
-        state, _ = train(state, tokens)
-
-    return step
+    name = "dp_shard" if topology.is_sharded else "dp_replicate"
+    mesh = init_device_mesh("cpu", (runtime.world_size,), mesh_dim_names=(name,))
+    return dataclasses.replace(runtime, topology=topology, mesh=mesh)
 
 
 def worker(rank: int, options: Options, port: int) -> None:
@@ -91,20 +78,20 @@ def worker(rank: int, options: Options, port: int) -> None:
     with ps.start(ps.ParallelismConfig(), ps.AcceleratorConfig(device="cpu")) as runtime:
         tokens = batch_of_tokens(seed=rank)
         if options.kind in ("both", "fsdp2"):
-            sharded = ps.Topology(1, options.ranks)
+            sharded = runtime_of(runtime, ps.Topology(1, options.ranks))
             contenders = {
                 "FSDP2 by hand, foreach": fsdp2_loop(tokens, options.ranks, foreach=True),
                 "FSDP2 by hand, fused": fsdp2_loop(tokens, options.ranks, fused=True),
-                "purestep sharded, donated": purestep_loop(tokens, runtime, sharded, donate=True),
-                "purestep sharded, pure": purestep_loop(tokens, runtime, sharded, donate=False),
+                "purestep sharded, donated": purestep_loop(tokens, runtime=sharded, donate=True),
+                "purestep sharded, pure": purestep_loop(tokens, runtime=sharded, donate=False),
             }
             _time(rank, contenders, options)
         if options.kind in ("both", "ddp"):
-            copies = ps.Topology(options.ranks, 1)
+            copies = runtime_of(runtime, ps.Topology(options.ranks, 1))
             contenders = {
                 "DDP by hand, fused": ddp_loop(tokens),
-                "purestep DDP, donated": purestep_loop(tokens, runtime, copies, donate=True),
-                "purestep DDP, pure": purestep_loop(tokens, runtime, copies, donate=False),
+                "purestep DDP, donated": purestep_loop(tokens, runtime=copies, donate=True),
+                "purestep DDP, pure": purestep_loop(tokens, runtime=copies, donate=False),
             }
             _time(rank, contenders, options)
         dist.barrier()

@@ -11,8 +11,7 @@ import json
 import torch
 import tyro
 
-import purestep as ps
-from benchmarks.models import GPT, batch_of_tokens, cross_entropy, mean_cross_entropy
+from benchmarks.models import GPT, batch_of_tokens, cross_entropy, purestep_loop
 from benchmarks.timing import interleave, report
 
 
@@ -38,28 +37,14 @@ def hand_written(tokens: torch.Tensor, clip: bool):
     return step
 
 
-def pure_step(tokens: torch.Tensor, clip: bool, *, donate: bool):
-    module = ps.shard(GPT())
-    parts = {"clip": ps.clip_by_global_norm(1.0)} if clip else {}
-    optimizer = ps.chain(**parts, adamw=ps.adamw(1e-3))
-    train = ps.train_step(module, mean_cross_entropy, optimizer, donate=donate)
-    state = ps.init(module, optimizer, ps.key(0))
-
-    def step() -> None:
-        nonlocal state
-        state, _ = train(state, tokens)
-
-    return step
-
-
 def main(options: Options) -> None:
     torch.set_num_threads(options.threads)
     tokens = batch_of_tokens()
     seconds = interleave(
         {
             "hand-written": hand_written(tokens, options.clip),
-            "purestep donated": pure_step(tokens, options.clip, donate=True),
-            "purestep pure": pure_step(tokens, options.clip, donate=False),
+            "purestep donated": purestep_loop(tokens, clip=options.clip, donate=True),
+            "purestep pure": purestep_loop(tokens, clip=options.clip, donate=False),
         },
         rounds=options.rounds,
         steps=options.steps,

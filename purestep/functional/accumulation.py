@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from purestep.functional.gradients import GradFn, Gradients, ValueAndGrad, add_means, split_batch, with_microbatches
-from purestep.functional.means import Mean
+from purestep.functional.shards import with_local
 from purestep.state.keys import Key
-from purestep.state.placement import from_local, is_dtensor, local_tensor
+from purestep.state.placement import local_tensor
 
 
 def accumulate(grad_fn: GradFn, steps: int) -> GradFn:
@@ -53,13 +53,13 @@ def _accumulate_any(grad_fn: GradFn, steps: int) -> GradFn:
             buffers = part.buffers
         loss = sum((part.loss for part in parts[1:]), parts[0].loss)
         metrics = functools.reduce(add_means, (part.metrics for part in parts))
-        return Gradients(loss=loss, metrics=metrics, grads=_weighted(parts, loss), buffers=buffers)
+        total = float(loss.weight)
+        return Gradients(loss, metrics, _weighted(parts, total), buffers, is_empty=total == 0)
 
     return accumulated
 
 
-def _weighted(parts: list[Gradients], loss: Mean) -> dict[str, Tensor]:
-    total = float(loss.weight)
+def _weighted(parts: list[Gradients], total: float) -> dict[str, Tensor]:
     grads: dict[str, Tensor] = {}
     for part in parts:
         share = float(part.loss.weight) / total if total else 0.0
@@ -68,5 +68,5 @@ def _weighted(parts: list[Gradients], loss: Mean) -> dict[str, Tensor]:
             if name in grads:
                 local_tensor(grads[name]).add_(scaled)
             else:
-                grads[name] = from_local(scaled, grad._spec) if is_dtensor(grad) else scaled  # type: ignore[attr-defined]
+                grads[name] = with_local(grad, scaled)
     return grads

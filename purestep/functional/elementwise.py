@@ -14,6 +14,7 @@ from torch import Tensor
 from purestep.functional.schedules import Schedule, value_at
 from purestep.functional.shards import copies_of, filled_like, geometry, local_tensors, match
 from purestep.functional.transforms import Leaves, Optimizer, Slots
+from purestep.state.names import some
 
 Implementation = Literal["auto", "fused", "foreach", "for-loop"]
 """Which of torch's implementations runs. They differ in the last bits. auto: fused where device and dtype allow it for
@@ -175,13 +176,13 @@ class Elementwise(Optimizer):
         """Raise unless every gradient has a parameter like it, and that parameter its state."""
         if not grads.keys() <= params.keys():
             unknown = [name for name in names if name not in params]
-            raise ValueError(f"gradients for unknown parameters {_some(unknown)}; the parameters are {_some(params)}")
+            raise ValueError(f"gradients for unknown parameters {some(unknown)}; the parameters are {some(params)}")
         for slot in wanted:
             kept = slots.get(slot, {})
             if not grads.keys() <= kept.keys():
                 missing = [name for name in names if name not in kept]
                 raise ValueError(
-                    f"{type(self).__name__} has no {slot!r} for {_some(missing)}: the state was made without "
+                    f"{type(self).__name__} has no {slot!r} for {some(missing)}: the state was made without "
                     "these parameters, or for another optimizer; opt_state must come from this optimizer's init, "
                     "given every parameter that gets a gradient"
                 )
@@ -228,9 +229,3 @@ def _described(leaf: Tensor) -> str:
     shape, dtype, device, placements = geometry(leaf)
     where = f", placed as {placements}" if placements is not None else ""
     return f"shape {tuple(shape)}, {dtype} on {device}{where}"
-
-
-def _some(names: Any, limit: int = 8) -> str:
-    names = list(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(map(repr, names[:limit])) + more

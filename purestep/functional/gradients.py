@@ -36,6 +36,8 @@ class Gradients:
     """Gradient of `loss.value` by parameter name, placed as the parameter is. No gradient: no entry."""
     buffers: Mapping[str, Tensor]
     """Buffers after the forward passes."""
+    is_empty: bool = False
+    """Whether the whole batch weighed nothing: known on the host, where the step decides what to do about it."""
 
 
 GradFn = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Any, Key], Gradients]
@@ -70,7 +72,7 @@ class ValueAndGrad:
             grads = session.gradients()
         _scale(grads, runtime.dp_size / weight if weight else 0.0)
         loss = sums.pop(_LOSS)
-        return Gradients(loss=loss, metrics=sums, grads=grads, buffers=new_buffers)
+        return Gradients(loss, sums, grads, new_buffers, is_empty=weight == 0)
 
     def _windows(self, batch: Any) -> list[tuple[Any, bool]]:
         """(microbatch, whether it counts) pairs; as many on every rank where backward is collective."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from purestep.state.placement import from_local, is_dtensor, local_tensor
 from purestep.state.train_state import clone_leaf
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # Functions in C, for loops over thousands of leaves.
 _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
@@ -62,14 +59,3 @@ def match(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     if are_plain(together) and len(set(map(_dtype, together))) == 1 and len(set(map(_device, together))) == 1:
         return all(map(Tensor.is_same_size, some, others))
     return list(map(geometry, some)) == list(map(geometry, others))
-
-
-def shard_groups(leaf: Tensor) -> tuple[ProcessGroup, ...]:
-    """Process groups over which the shards of `leaf` add up to the whole, one a sharded mesh axis."""
-    if not is_dtensor(leaf):
-        return ()
-    mesh, placements = leaf.device_mesh, leaf.placements  # type: ignore[attr-defined]
-    for placement in placements:
-        if not (placement.is_replicate() or placement.is_shard()):
-            raise ValueError(f"expected a replicated or sharded DTensor, got {placements}; reduce partial sums first")
-    return tuple(mesh.get_group(axis) for axis, placement in enumerate(placements) if placement.is_shard())

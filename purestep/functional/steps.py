@@ -54,7 +54,7 @@ def train_step(module: PureModule, loss: Loss, optimizer: Any, *, accumulate: in
         out = grad_fn(state.params, state.buffers, batch, state.key.fold_in(state.step))
         report: dict[str, Any] = {} if reports_norm else {"grad_norm": global_norm(out.grads)}
         params, opt_state, buffers = state.params, state.opt_state, out.buffers
-        if float(out.loss.weight) == 0:
+        if out.is_empty:
             report["grad_norm"], buffers = 0.0, state.buffers
         else:
             params, opt_state = call_update(

@@ -30,7 +30,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from purestep.functional.shards import local_tensors, shard_groups, with_local
+from purestep.functional.shards import local_tensors, with_local
+from purestep.state.placement import shard_groups
 
 Leaves = Mapping[str, Tensor]
 Slots = Mapping[str, Any]

@@ -46,7 +46,7 @@ class DDPEngine(LocalEngine):
                 yield
             return
         self._bind_parameters(params)
-        with self._swapped_in():
+        with self._swapped_in(self._parameters):
             if self._ddp is None:
                 self._ddp = self._build_ddp()
             self._differentiating = True
@@ -102,17 +102,6 @@ class DDPEngine(LocalEngine):
                 self._parameters[name] = nn.Parameter(tensor, requires_grad=leaf.trainable)
             else:
                 bound.data = tensor
-
-    @contextmanager
-    def _swapped_in(self) -> Iterator[None]:
-        old = [table[attr] for table, attr, _ in self._places]
-        try:
-            for table, attr, name in self._places:
-                table[attr] = self._parameters[name]
-            yield
-        finally:
-            for (table, attr, _), tensor in zip(self._places, old, strict=True):
-                table[attr] = tensor
 
     def _build_ddp(self) -> nn.parallel.DistributedDataParallel:
         device = self.runtime.device

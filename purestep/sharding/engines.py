@@ -156,9 +156,8 @@ class Engine(ABC):
     def _refuse_nesting(self) -> None:
         if self._depth > 1:
             raise RuntimeError(
-                f"a {self.runtime.topology.kind} module is bound to one state at a time, and this call would "
-                "bind another "
-                "inside a step; use the model that the loss was given, or a second module (ps.shard) for the "
+                f"a {self.runtime.topology.kind} module is bound to one state at a time, and this call would bind "
+                "another inside a step; use the model that the loss was given, or a second module (ps.shard) for the "
                 "other state"
             )
 
@@ -191,18 +190,26 @@ class LocalEngine(Engine):
         if grad:
             self._leaves_of_graph = {name: params[name].detach().requires_grad_() for name in self.trainable}
             bound = {**params, **self._leaves_of_graph}
-        old = [table[attr] for table, attr, _ in self._places]
         try:
-            for table, attr, name in self._places:
-                table[attr] = bound[name]  # type: ignore[assignment]
-            yield
+            with self._swapped_in(bound):
+                yield
         except BaseException as error:
             _explain_dtensor(error, params)
             raise
         finally:
+            self._leaves_of_graph = outer
+
+    @contextmanager
+    def _swapped_in(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Context in which `tensors` take the places of the module's parameters."""
+        old = [table[attr] for table, attr, _ in self._places]
+        try:
+            for table, attr, name in self._places:
+                table[attr] = tensors[name]  # type: ignore[assignment]
+            yield
+        finally:
             for (table, attr, _), tensor in zip(self._places, old, strict=True):
                 table[attr] = tensor
-            self._leaves_of_graph = outer
 
     def backward(self, total: Tensor, *, last: bool) -> None:
         total.backward()

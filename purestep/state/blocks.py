@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from purestep.state.placement import block_of, default_rank, is_dtensor, local_tensor
+from purestep.state.placement import block_of, default_rank, empty_shard, is_dtensor, local_tensor, mesh_device
 
 T = TypeVar("T")
 _CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
@@ -124,8 +124,8 @@ def allocate(like: Tensor, device: torch.device | str | None, dtype: torch.dtype
     from torch.distributed.tensor import DTensor
 
     block = block_of(like)
-    where = _mesh_device(like) if block.local.is_meta else block.local.device
-    local = _empty_shard(like, tuple(block.local.shape), dtype, where)
+    where = mesh_device(like.device_mesh) if block.local.is_meta else block.local.device  # type: ignore[attr-defined]
+    local = empty_shard(like, dtype, where)
     leaf = DTensor.from_local(
         local,
         like.device_mesh,  # type: ignore[attr-defined]
@@ -135,24 +135,6 @@ def allocate(like: Tensor, device: torch.device | str | None, dtype: torch.dtype
         stride=tuple(math.prod(like.shape[i + 1 :]) for i in range(like.ndim)),
     )
     return Target(leaf, local, block.offset)
-
-
-def _mesh_device(like: Tensor) -> torch.device:
-    kind = like.device_mesh.device_type  # type: ignore[attr-defined]
-    if kind == "cpu":
-        return torch.device("cpu")
-    return torch.device(kind, torch.get_device_module(kind).current_device())
-
-
-def _empty_shard(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # FSDP2 computes on storage padded to one size a rank: give an uneven shard the rows it would have there.
-    axes = [axis for axis, placement in enumerate(like.placements) if placement.is_shard()]  # type: ignore[attr-defined]
-    if not axes or any(like.placements[axis].dim != 0 for axis in axes):  # type: ignore[attr-defined]
-        return torch.empty(shape, dtype=dtype, device=device)
-    rows = -(-like.shape[0] // math.prod(like.device_mesh.size(axis) for axis in axes))  # type: ignore[attr-defined]
-    if rows <= shape[0]:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.zeros((rows, *shape[1:]), dtype=dtype, device=device).narrow(0, 0, shape[0])
 
 
 def fill(

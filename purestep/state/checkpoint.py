@@ -28,6 +28,7 @@ from purestep.state.manifest import (
     Manifest,
     StoredBlock,
     as_json,
+    digest_text,
     dump,
     encode_tree,
 )
@@ -215,7 +216,7 @@ def _manifest(
             tuple(leaf.shape),
             str(leaf.dtype).removeprefix("torch."),
             _placement(leaf),
-            f"{sums[name] % 2**64:016x}",
+            digest_text(sums[name]),
             stored(name),
         )
         for name, leaf in plan.leaves.items()

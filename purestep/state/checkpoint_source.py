@@ -14,7 +14,7 @@ from purestep.state.commit import held_for_reading
 from purestep.state.dcp_files import DIRECTORY
 from purestep.state.digests import leaf_digests
 from purestep.state.integrity import Contents, damage, refuse_damage
-from purestep.state.manifest import MANIFEST, CheckpointError, DamagedCheckpointError, LeafInfo
+from purestep.state.manifest import MANIFEST, CheckpointError, DamagedCheckpointError, LeafInfo, digest_text
 from purestep.state.names import module_name
 from purestep.state.reading import LeafReader
 from purestep.state.tensor_source import StoredTensor, TensorSource
@@ -102,7 +102,7 @@ class _Reader:
         return target.leaf
 
     def _compare(self, row: LeafInfo, leaf: Tensor) -> None:
-        if f"{leaf_digests({row.name: leaf})[row.name] % 2**64:016x}" != row.digest:
+        if digest_text(leaf_digests({row.name: leaf})[row.name]) != row.digest:
             raise DamagedCheckpointError(
                 f"checkpoint {self._contents.root} is damaged: the values of {row.name} (in {_where(row)}) "
                 f"differ from their digest in {MANIFEST}"

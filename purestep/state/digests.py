@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from purestep.state.blocks import flat_bytes
+from purestep.state.names import some
 from purestep.state.placement import Block, block_of, default_world_size
 from purestep.state.sums import (
     CHUNK_BYTES,
@@ -102,7 +103,7 @@ def check_replicas(state: TrainState) -> None:
         wrong |= {name for name, (place, value) in table.items() if seen.setdefault((name, place), value) != value}
     if wrong:
         raise RuntimeError(
-            f"replicas differ between ranks in {_some(sorted(wrong))}: states must be made from one key on every rank "
+            f"replicas differ between ranks in {some(sorted(wrong))}: states must be made from one key on every rank "
             "(ps.init) and change only through steps"
         )
 
@@ -209,9 +210,3 @@ def _global_index(block: Block, shape: tuple[int, ...], device: torch.device) ->
 def _wrap(total: int) -> int:
     """`total` modulo 2**64, as a signed 64-bit integer."""
     return (total + 2**63) % 2**64 - 2**63
-
-
-def _some(names: Iterable[str], limit: int = 8) -> str:
-    names = list(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(repr(name) for name in names[:limit]) + more

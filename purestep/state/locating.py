@@ -10,7 +10,7 @@ from purestep.state.blocks import allocate
 from purestep.state.dcp_files import DIRECTORY, DcpReader
 from purestep.state.digests import block_digest
 from purestep.state.integrity import Contents
-from purestep.state.manifest import DamagedCheckpointError, LeafInfo
+from purestep.state.manifest import DamagedCheckpointError, LeafInfo, digest_text
 from purestep.state.placement import Block
 from purestep.state.reading import LeafReader
 
@@ -45,4 +45,4 @@ def _is_whole(row: LeafInfo, reader: LeafReader) -> bool:
     except DamagedCheckpointError:
         return False
     digest = block_digest(Block(target.local, (0,) * len(row.shape), row.shape, True, ()))
-    return f"{digest % 2**64:016x}" == row.digest
+    return digest_text(digest) == row.digest

@@ -86,6 +86,11 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
 
+def digest_text(total: int) -> str:
+    """A leaf's digest as the leaf table has it: 16 hex digits of a sum modulo 2**64."""
+    return f"{total % 2**64:016x}"
+
+
 def dump(manifest: Manifest) -> str:
     """The text of `state.json`: the same for the same manifest, a leaf a line."""
     leaves = [

@@ -16,7 +16,7 @@ from purestep.state.collective import gather_objects, on_every_rank
 from purestep.state.comparison import Row, Side, ValueChange, of_checkpoint
 from purestep.state.digests import block_digest, leaf_digests
 from purestep.state.integrity import Contents
-from purestep.state.manifest import DamagedCheckpointError
+from purestep.state.manifest import DamagedCheckpointError, digest_text
 from purestep.state.opening import together
 from purestep.state.placement import Block, block_of, default_rank, is_dtensor, local_tensor
 from purestep.state.reading import LeafReader
@@ -42,7 +42,7 @@ def side_together(source: str | os.PathLike | TrainState) -> Side:
     leaves = source.leaves()
     sums = leaf_digests(leaves)
     rows = {
-        name: Row(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."), f"{sums[name] % 2**64:016x}")
+        name: Row(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."), digest_text(sums[name]))
         for name, leaf in leaves.items()
     }
     plain = {name: value for name, value in named_leaves(source) if not isinstance(value, Tensor)}
@@ -184,6 +184,6 @@ def _raise_first(failures: list[Exception]) -> None:
 
 
 def _check_digests(side: Side, sums: Mapping[str, int]) -> None:
-    wrong = [name for name, total in sums.items() if f"{total % 2**64:016x}" != side.leaves[name].digest]
+    wrong = [name for name, total in sums.items() if digest_text(total) != side.leaves[name].digest]
     if wrong:
         raise DamagedCheckpointError(f"{side.label} is damaged: values differ from their digest: {', '.join(wrong)}")

@@ -9,6 +9,7 @@ themselves. What would be ambiguous is marked with a tilde, for the first two as
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 _INTEGER_BITS = 64
@@ -24,6 +25,17 @@ def join(prefix: str, key: Any) -> str:
     ('params/blocks.0.weight', 'extra/a~1b', 'extra/~i7', 'extra/~')
     """
     return f"{prefix}/{escape(key, prefix)}"
+
+
+def some(names: Iterable[str], limit: int = 8) -> str:
+    """The first of `names`, quoted, and how many more there are: for messages.
+
+    >>> some(["a", "b", "c"], limit=2)
+    "'a', 'b' and 1 more"
+    """
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(repr, names[:limit])) + more
 
 
 def escape(key: Any, where: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,15 +50,30 @@ def block_of(leaf: Tensor) -> Block:
         return Block(leaf, (0,) * leaf.ndim, shape, default_rank() == 0, ())
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    groups = shard_groups(leaf)
     mesh, placements = leaf.device_mesh, leaf.placements  # type: ignore[attr-defined]
-    for placement in placements:
-        if not (placement.is_replicate() or placement.is_shard()):
-            raise ValueError(f"a state holds replicated or sharded leaves, got a DTensor placed as {placement!r}")
     _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
     coordinate = mesh.get_coordinate()
     primary = all(c == 0 for c, p in zip(coordinate, placements, strict=True) if p.is_replicate())
-    groups = tuple(mesh.get_group(axis) for axis, p in enumerate(placements) if p.is_shard())
     return Block(leaf._local_tensor, tuple(offset), shape, primary, groups)  # type: ignore[attr-defined]
+
+
+def shard_groups(leaf: Tensor) -> tuple[ProcessGroup, ...]:
+    """Process groups over which the blocks of `leaf` add up to the whole, one a sharded mesh axis.
+
+    Raises:
+        ValueError: a DTensor placement other than `Replicate` and `Shard`.
+    """
+    if not is_dtensor(leaf):
+        return ()
+    mesh, placements = leaf.device_mesh, leaf.placements  # type: ignore[attr-defined]
+    for placement in placements:
+        if not (placement.is_replicate() or placement.is_shard()):
+            raise ValueError(
+                f"a state holds replicated or sharded leaves, got a DTensor placed as {placement!r}; "
+                "reduce partial sums first"
+            )
+    return tuple(mesh.get_group(axis) for axis, placement in enumerate(placements) if placement.is_shard())
 
 
 def default_rank() -> int:
@@ -86,20 +102,20 @@ def empty_leaf(abstract: Tensor, device: torch.device | str | None = None) -> Te
     """
     if not is_dtensor(abstract):
         return torch.empty(abstract.shape, dtype=abstract.dtype, device=device or abstract.device)
-    local, spec = abstract._local_tensor, abstract._spec  # type: ignore[attr-defined]
-    device = device or mesh_device(spec.mesh)
-    rows = local.shape[0] if local.ndim else 0
-    shards = 1
-    for axis, placement in enumerate(spec.placements):
-        if placement.is_shard(0):
-            shards *= spec.mesh.size(axis)
-    if shards > 1:
-        rows = -(-abstract.shape[0] // shards)
-    if local.ndim == 0 or rows == local.shape[0]:
-        storage = torch.empty(local.shape, dtype=local.dtype, device=device)
-    else:
-        storage = torch.zeros((rows, *local.shape[1:]), dtype=local.dtype, device=device).narrow(0, 0, local.shape[0])
-    return from_local(storage, spec)
+    spec = abstract._spec  # type: ignore[attr-defined]
+    return from_local(empty_shard(abstract, abstract.dtype, device or mesh_device(spec.mesh)), spec)
+
+
+def empty_shard(like: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """New memory for this rank's shard of a DTensor; an uneven one is a leading slice, see `empty_leaf`."""
+    mesh, shape = like.device_mesh, tuple(local_tensor(like).shape)  # type: ignore[attr-defined]
+    sharded = [(axis, placement.dim) for axis, placement in enumerate(like.placements) if placement.is_shard()]  # type: ignore[attr-defined]
+    if not sharded or any(dim != 0 for _, dim in sharded):
+        return torch.empty(shape, dtype=dtype, device=device)
+    rows = -(-like.shape[0] // math.prod(mesh.size(axis) for axis, _ in sharded))
+    if rows <= shape[0]:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.zeros((rows, *shape[1:]), dtype=dtype, device=device).narrow(0, 0, shape[0])
 
 
 def from_local(local: Tensor, spec: Any) -> Tensor:

@@ -18,7 +18,14 @@ from purestep.state.commit import held_for_reading
 from purestep.state.digests import add_up, block_digest, block_digests
 from purestep.state.integrity import Contents, refuse_damage
 from purestep.state.keys import Key
-from purestep.state.manifest import MANIFEST, CheckpointError, DamagedCheckpointError, LeafInfo, decode_tree
+from purestep.state.manifest import (
+    MANIFEST,
+    CheckpointError,
+    DamagedCheckpointError,
+    LeafInfo,
+    decode_tree,
+    digest_text,
+)
 from purestep.state.matching import EVERYTHING, Match, RestoreReport, Wanted, match
 from purestep.state.opening import fingerprint, open_together, together
 from purestep.state.placement import block_of, default_rank, is_dtensor
@@ -231,7 +238,7 @@ class _Read:
 
 
 def _compare(contents: Contents, sources: Mapping[str, LeafInfo], sums: Mapping[str, int]) -> None:
-    wrong = {row.name: row for name, row in sources.items() if f"{sums[name] % 2**64:016x}" != row.digest}
+    wrong = {row.name: row for name, row in sources.items() if digest_text(sums[name]) != row.digest}
     if wrong:
         where = {name: sorted({block.file for block in row.blocks or ()}) or ["state/"] for name, row in wrong.items()}
         lines = [f"{name} (in {', '.join(where[name])})" for name in sorted(wrong)]

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from purestep.sharding.config import ConfigError
+from purestep.state.commit import sync_directory
 from purestep.training.config import TrainConfig
 from purestep.training.config_json import changes, dumps, read_tree, to_json
 
@@ -105,7 +106,7 @@ class RunDirectory:
             shutil.rmtree(temporary, ignore_errors=True)
             self.refuse_existing()  # somebody else's run got here first
             raise
-        _fsync_directory(target.parent)
+        sync_directory(target.parent)
 
     def continue_from(self, step: int, config: TrainConfig, **context: Any) -> dict[str, list[Any]]:
         """Bring the directory back to what it was after `step`, record the resume, and make `config` the run's config.
@@ -181,7 +182,7 @@ def replace_atomically(path: Path, write: Callable[[Path], Any]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _fsync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def _recorded(config: TrainConfig) -> TrainConfig:
@@ -201,11 +202,3 @@ def _sweep(target: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - leftover.stat().st_mtime > _STALE_S:
                 shutil.rmtree(leftover)
-
-
-def _fsync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -19,8 +19,9 @@ from purestep.state.checkpoints import Checkpoints
 from purestep.state.manifest import CheckpointError
 from purestep.state.run_lock import RunLock
 from purestep.state.train_state import map_leaves
+from tests.dying import die_at
 from tests.ranks import RanksFailed, run_on, run_ranks
-from tests.state.test_checkpoints_killed import LOSSES, STEPS, check, die_at, state_of
+from tests.state.test_checkpoints_killed import LOSSES, STEPS, check, state_of
 from tests.toys import Net, error_of, net_batch, net_loss, net_optimizer, rank_slice, runtime_on
 
 

@@ -25,6 +25,7 @@ from purestep.state.dcp_files import read_metadata
 from purestep.state.integrity import verify
 from purestep.state.manifest import FORMATS, CheckpointError, parse
 from purestep.state.restoring import restore
+from tests.dying import die_at
 from tests.ranks import run_ranks
 from tests.state.test_checkpoint import assert_same, make_state, reseal
 
@@ -309,31 +310,6 @@ def test_tables_nested_without_end_are_refused():
 # --- dead processes -------------------------------------------------------------------------------------------------
 
 
-def _die_at(moment: int) -> None:
-    """Let SIGKILL end this process at the `moment`-th point from now where a file or directory changes on disk."""
-    left = moment
-
-    def counted(function):
-        def call(*args, **kwargs):
-            nonlocal left
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return call
-
-    for module, name in (
-        (os, "fsync"),
-        (os, "rename"),
-        (os, "mkdir"),
-        (os, "unlink"),
-        (os, "rmdir"),
-        (commit, "_swap"),
-    ):
-        setattr(module, name, counted(getattr(module, name)))
-
-
 def _killed_saving(path: Path, state: TrainState, format: str, moment: int) -> bool:
     """Save in a process of its own that dies at `moment`; False if the save came through before."""
     with warnings.catch_warnings():
@@ -341,7 +317,7 @@ def _killed_saving(path: Path, state: TrainState, format: str, moment: int) -> b
         child = os.fork()
     if child == 0:
         try:
-            _die_at(moment)
+            die_at(moment)
             save(path, state, format=format)
             os._exit(0)
         finally:

@@ -17,11 +17,11 @@ from purestep.state.checkpoints import Checkpoints
 from purestep.state.integrity import verify
 from purestep.state.keys import key
 from purestep.state.train_state import TrainState
+from tests.dying import die_at
 from tests.ranks import run_ranks
 
 STEPS, LOSSES = (1, 2, 2, 3), (2.0, 1.0, 1.0, 3.0)  # a first save, a step saved again, and at the end a removal
 _RULES = {"keep_last": 2, "keep_best": ("loss", "min")}
-_CHANGES = ((os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "unlink"), (os, "rmdir"), (commit, "_swap"))
 
 
 def state_of(step: int, save: int) -> TrainState:
@@ -29,24 +29,6 @@ def state_of(step: int, save: int) -> TrainState:
     leaves = {name: torch.full((5,), float(save)) for name in ("a", "b")}
     moments = {"exp_avg": {name: torch.full((5,), save + 0.5) for name in leaves}}
     return TrainState(step=step, params=leaves, buffers={}, opt_state={"adamw": moments}, key=key(0))
-
-
-def die_at(moment: int) -> None:
-    """Let SIGKILL end this process at the `moment`-th point from now where a file or directory changes on disk."""
-    left = moment
-
-    def counted(function):
-        def call(*args, **kwargs):
-            nonlocal left
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return call
-
-    for module, name in _CHANGES:
-        setattr(module, name, counted(getattr(module, name)))
 
 
 def saves(directory: str, async_save: bool) -> Iterator[int]:
