@@ -30,7 +30,7 @@ import purestep as ps
 from benchmarks.models import GPT
 from benchmarks.timing import interleave, report
 from purestep.state.digests import leaf_digests
-from purestep.state.integrity import hash_file
+from purestep.state.files.integrity import hash_file
 from purestep.state.workers import in_parallel, num_workers
 
 

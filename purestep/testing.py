@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from purestep.state.checkpoint import save
+from purestep.state.checkpoint.restoring import restore
+from purestep.state.checkpoint.saving import save
 from purestep.state.collective import from_rank_zero, gather_objects
 from purestep.state.digests import check_replicas, leaf_digests
 from purestep.state.placement import default_rank
-from purestep.state.restoring import restore
 from purestep.state.train_state import TrainState
 
 Step = Callable[[TrainState, Any], tuple[TrainState, Any]]

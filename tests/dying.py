@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from purestep.state import commit
+from purestep.state.files import commit
 
 _CHANGES = ((os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "unlink"), (os, "rmdir"), (commit, "_swap"))
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from purestep.state.integrity import Description
-from purestep.state.manifest import LeafInfo
+from purestep.state.files.integrity import Description
+from purestep.state.files.manifest import LeafInfo
 
 _OWN_ROWS = ("params", "buffers", "extra")  # groups shown leaf by leaf; the others mirror params
 _RIGHT = (1, 4)  # columns of numbers

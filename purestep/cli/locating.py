@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from purestep.sharding.config import ConfigError
-from purestep.state.integrity import SUMS, Description, describe
-from purestep.state.manifest import MANIFEST, CheckpointError, DamagedCheckpointError
+from purestep.state.files.integrity import SUMS, Description, describe
+from purestep.state.files.manifest import MANIFEST, CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
 _STEP = re.compile(r"step-(\d{8,})")

@@ -17,9 +17,9 @@ from purestep.cli.inspection import as_table, as_text, printable, size
 from purestep.cli.locating import Found, checkpoints_at, describe_whole, newest_valid, wrong_sizes
 from purestep.cli.progress import Bar
 from purestep.sharding.config import ConfigError
-from purestep.state.commit import held_for_reading
-from purestep.state.integrity import Description, describe, verify
-from purestep.state.manifest import CheckpointError
+from purestep.state.files.commit import held_for_reading
+from purestep.state.files.integrity import Description, describe, verify
+from purestep.state.files.manifest import CheckpointError
 
 _FINE, _FAILED, _MISTAKE, _INTERRUPTED = 0, 1, 2, 130
 
@@ -82,7 +82,7 @@ def _verify(command: Verify) -> int:
 
 def _diff(command: Diff) -> int:
     """`purestep diff`: 1 if the checkpoints hold different states."""
-    from purestep.state.comparison import diff
+    from purestep.state.checkpoint.comparison import diff
 
     a, b = (newest_valid(path, describe_whole, _note) for path in (command.a, command.b))
     report = diff(a.path, b.path, values=command.values)
@@ -97,7 +97,7 @@ def _convert(command: Convert) -> int:
     """`purestep convert`."""
     if not os.path.lexists(command.source):
         raise ConfigError(f"there is nothing at {command.source}: name what to convert")
-    from purestep.state.conversion import convert
+    from purestep.state.exchange.conversion import convert
 
     def run(source: Path) -> Any:
         options = {name: value for name, value in vars(command).items() if name not in ("source", "target", "json")}

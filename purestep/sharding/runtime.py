@@ -14,7 +14,7 @@ from torch import Tensor
 
 from purestep.sharding.config import AcceleratorConfig, ConfigError, ParallelismConfig, Topology
 from purestep.sharding.environment import launched_on_cpu, launched_world_size, refuse_interference, without_launcher
-from purestep.state.background import finish_running
+from purestep.state.checkpoint.background import finish_running
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

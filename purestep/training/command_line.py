@@ -182,7 +182,7 @@ def _exit_code(error: BaseException) -> int | None:
     if isinstance(error, OSError):
         return 1
     if "torch" in sys.modules:  # else the run has not come to where these are raised
-        from purestep.state.manifest import CheckpointError
+        from purestep.state.files.manifest import CheckpointError
         from purestep.training.loop import RunError
 
         if isinstance(error, CheckpointError | RunError):

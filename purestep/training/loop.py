@@ -12,11 +12,11 @@ from purestep.sharding.config import ConfigError
 from purestep.sharding.initialization import abstract_state, init
 from purestep.sharding.pure_module import PureModule, shard
 from purestep.sharding.runtime import Runtime, start
-from purestep.state.checkpoints import Checkpoints
+from purestep.state.checkpoint.checkpoints import Checkpoints
 from purestep.state.collective import from_rank_zero
-from purestep.state.integrity import describe
+from purestep.state.files.integrity import describe
+from purestep.state.files.manifest import CheckpointError
 from purestep.state.keys import key
-from purestep.state.manifest import CheckpointError
 from purestep.state.train_state import TrainState
 from purestep.training.config import Experiment, TrainConfig, check_trackers
 from purestep.training.evaluation import evaluator, to_device

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from purestep.sharding.config import ConfigError
-from purestep.state.commit import sync_directory
+from purestep.state.files.commit import sync_directory
 from purestep.training.config import TrainConfig
 from purestep.training.config_json import changes, dumps, read_tree, to_json
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from purestep.sharding.runtime import Runtime
-from purestep.state.staging import destroy_groups
+from purestep.state.checkpoint.staging import destroy_groups
 
 SIGTERM_CODE = 143
 """What a process exits with after SIGTERM: 128 and the signal's number."""

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import purestep as ps
 from purestep.cli import progress
 from purestep.cli.inspection import printable
-from purestep.state.integrity import write_sums
+from purestep.state.files.integrity import write_sums
 from tests.cli.runs import damage, make_run
 from tests.state.test_checkpoint import make_state, reseal
 

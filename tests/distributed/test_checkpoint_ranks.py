@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import purestep.state.safetensors_files as safetensors_files
+import purestep.state.files.safetensors_files as safetensors_files
 from purestep.state import TrainState, key
 from purestep.state.blocks import flat_bytes
-from purestep.state.checkpoint import save
-from purestep.state.checkpoints import Checkpoints
-from purestep.state.integrity import describe, verify
-from purestep.state.manifest import CheckpointError
+from purestep.state.checkpoint.checkpoints import Checkpoints
+from purestep.state.checkpoint.restoring import restore
+from purestep.state.checkpoint.saving import save
+from purestep.state.files.integrity import describe, verify
+from purestep.state.files.manifest import CheckpointError
 from purestep.state.placement import local_tensor
-from purestep.state.restoring import restore
 from tests.ranks import run_ranks
 
 FORMATS = ("safetensors", "dcp", "safetensors_dcp")
@@ -240,7 +240,7 @@ def _fail_in_the_middle(path: str, state: TrainState) -> None:
 
 def _save_while_a_leaf_changes(path: str, state: TrainState) -> None:
     """Save while a shard changes between being digested and being gathered."""
-    import purestep.state.checkpoint as checkpoint
+    import purestep.state.checkpoint.saving as checkpoint
 
     digests = checkpoint.block_digests
 
@@ -257,7 +257,7 @@ def _save_while_a_leaf_changes(path: str, state: TrainState) -> None:
 
 def _restore_without_sums(path: str) -> None:
     """Restore whole leaves from shards while no rank compares files with their sums: only leaf digests can tell."""
-    import purestep.state.streaming as streaming
+    import purestep.state.files.streaming as streaming
 
     share = streaming._share
     streaming._share = lambda contents: set()

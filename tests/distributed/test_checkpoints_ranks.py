@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import purestep as ps
-from purestep.state import checkpoints as module
-from purestep.state.checkpoints import Checkpoints
-from purestep.state.manifest import CheckpointError
-from purestep.state.run_lock import RunLock
+from purestep.state.checkpoint import checkpoints as module
+from purestep.state.checkpoint.checkpoints import Checkpoints
+from purestep.state.checkpoint.run_lock import RunLock
+from purestep.state.files.manifest import CheckpointError
 from purestep.state.train_state import map_leaves
 from tests.dying import die_at
 from tests.ranks import RanksFailed, run_on, run_ranks

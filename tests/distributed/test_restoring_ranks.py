@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import purestep as ps
 from purestep.state.blocks import flat_bytes, whole_tensor
-from purestep.state.manifest import FORMATS
+from purestep.state.files.manifest import FORMATS
 from purestep.state.placement import local_tensor
 from tests.distributed.test_checkpoint_ranks import _mesh, _message, _on, _values
 from tests.ranks import run_on, run_ranks

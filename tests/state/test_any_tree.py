@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from purestep.state.checkpoint import save
-from purestep.state.restoring import restore
+from purestep.state.checkpoint.restoring import restore
+from purestep.state.checkpoint.saving import save
 from tests.state.test_checkpoint import abstract_of, all_formats, assert_same, make_state
 
 # --- trees of any kind -----------------------------------------------------------------------------------------------

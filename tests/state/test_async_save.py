@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import purestep as ps
-from purestep.state import checkpoints as module
-from purestep.state.background import Background
-from purestep.state.checkpoints import Checkpoints
-from purestep.state.manifest import FORMATS, CheckpointError
-from purestep.state.staging import Staging
+from purestep.state.checkpoint import checkpoints as module
+from purestep.state.checkpoint.background import Background
+from purestep.state.checkpoint.checkpoints import Checkpoints
+from purestep.state.checkpoint.staging import Staging
+from purestep.state.files.manifest import FORMATS, CheckpointError
 from tests.toys import Net, net_batch, net_loss, net_optimizer
 
 
@@ -220,7 +220,7 @@ def test_the_disk_is_full_while_the_lock_is_taken(tmp_path):
 
 _PROGRAM = """
 import sys, torch, purestep as ps
-from purestep.state import checkpoints as module
+from purestep.state.checkpoint import checkpoints as module
 state = ps.TrainState(step=1, params={"w": torch.ones(3)}, buffers={}, opt_state={}, key=ps.key(0))
 save = module.save
 

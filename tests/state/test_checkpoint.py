@@ -14,13 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.testing._internal.two_tensor import TwoTensor
 
-import purestep.state.safetensors_files as safetensors_files
+import purestep.state.files.safetensors_files as safetensors_files
 from purestep.state import TrainState, key
 from purestep.state.blocks import allocate, flat_bytes
-from purestep.state.checkpoint import save
-from purestep.state.integrity import describe, verify
-from purestep.state.manifest import FORMAT_VERSION, FORMATS, CheckpointError
-from purestep.state.restoring import restore
+from purestep.state.checkpoint.restoring import restore
+from purestep.state.checkpoint.saving import save
+from purestep.state.files.integrity import describe, verify
+from purestep.state.files.manifest import FORMAT_VERSION, FORMATS, CheckpointError
 
 all_formats = pytest.mark.parametrize("format", FORMATS)
 

@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import purestep.state.commit as commit
-import purestep.state.dcp_files as dcp_files
+import purestep.state.files.commit as commit
+import purestep.state.files.dcp_files as dcp_files
 from purestep.state import TrainState
-from purestep.state.checkpoint import save
-from purestep.state.checkpoints import Checkpoints
-from purestep.state.dcp_files import read_metadata
-from purestep.state.integrity import verify
-from purestep.state.manifest import FORMATS, CheckpointError, parse
-from purestep.state.restoring import restore
+from purestep.state.checkpoint.checkpoints import Checkpoints
+from purestep.state.checkpoint.restoring import restore
+from purestep.state.checkpoint.saving import save
+from purestep.state.files.dcp_files import read_metadata
+from purestep.state.files.integrity import verify
+from purestep.state.files.manifest import FORMATS, CheckpointError, parse
 from tests.dying import die_at
 from tests.ranks import run_ranks
 from tests.state.test_checkpoint import assert_same, make_state, reseal

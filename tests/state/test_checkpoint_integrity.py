@@ -16,17 +16,17 @@ from pathlib import Path
 import pytest
 import torch
 
-import purestep.state.safetensors_files as safetensors_files
+import purestep.state.files.safetensors_files as safetensors_files
 from purestep.state import TrainState, key
 from purestep.state.blocks import allocate, flat_bytes
-from purestep.state.checkpoint import save
-from purestep.state.checkpoints import Checkpoints
-from purestep.state.dcp_archives import find_saved
-from purestep.state.dcp_files import DcpReader, read_metadata
-from purestep.state.integrity import open_checkpoint, verify
-from purestep.state.manifest import FORMATS, CheckpointError, DamagedCheckpointError, LeafInfo
-from purestep.state.restoring import restore
-from purestep.state.safetensors_reading import SafetensorsReader
+from purestep.state.checkpoint.checkpoints import Checkpoints
+from purestep.state.checkpoint.restoring import restore
+from purestep.state.checkpoint.saving import save
+from purestep.state.files.dcp_archives import find_saved
+from purestep.state.files.dcp_files import DcpReader, read_metadata
+from purestep.state.files.integrity import open_checkpoint, verify
+from purestep.state.files.manifest import FORMATS, CheckpointError, DamagedCheckpointError, LeafInfo
+from purestep.state.files.safetensors_reading import SafetensorsReader
 from tests.state.test_checkpoint import make_state, reseal
 from tests.state.test_checkpoint_damage import _Payload, _reseal_file
 

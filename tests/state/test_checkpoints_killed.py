@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from purestep.state import commit
-from purestep.state.checkpoints import Checkpoints
-from purestep.state.integrity import verify
+from purestep.state.checkpoint.checkpoints import Checkpoints
+from purestep.state.files import commit
+from purestep.state.files.integrity import verify
 from purestep.state.keys import key
 from purestep.state.train_state import TrainState
 from tests.dying import die_at

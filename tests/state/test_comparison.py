@@ -13,9 +13,9 @@ import torch
 
 import purestep as ps
 from purestep.state import key
-from purestep.state.checkpoint import save
-from purestep.state.comparison import ValueChange, diff
-from purestep.state.manifest import CheckpointError
+from purestep.state.checkpoint.comparison import ValueChange, diff
+from purestep.state.checkpoint.saving import save
+from purestep.state.files.manifest import CheckpointError
 from tests.state.test_checkpoint import all_formats, awkward_leaves, make_state, reseal
 
 CHANGES = {
@@ -125,7 +125,7 @@ def test_values_of_every_dtype_and_layout(tmp_path):
 
 
 def test_a_large_leaf_is_compared_in_parts(tmp_path, monkeypatch):
-    import purestep.state.measuring as measuring
+    import purestep.state.checkpoint.measuring as measuring
 
     monkeypatch.setattr(measuring, "_CHUNK", 7)
     a = make_state(params={"w": torch.arange(100.0)})

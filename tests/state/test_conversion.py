@@ -13,12 +13,12 @@ import torch
 from huggingface_hub import load_torch_model, save_torch_state_dict, split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 
-import purestep.state.conversion as conversion
-from purestep.state.checkpoint import save
-from purestep.state.conversion import convert, parse_size
-from purestep.state.importing import import_params
-from purestep.state.manifest import FORMATS, CheckpointError
-from purestep.state.safetensors_files import DTYPES
+import purestep.state.exchange.conversion as conversion
+from purestep.state.checkpoint.saving import save
+from purestep.state.exchange.conversion import convert, parse_size
+from purestep.state.exchange.importing import import_params
+from purestep.state.files.manifest import FORMATS, CheckpointError
+from purestep.state.files.safetensors_files import DTYPES
 from tests.state.test_checkpoint import make_state
 from tests.state.test_importing import assert_equal, dcp_save, make_tensors
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-import purestep.state.hints as hints
+import purestep.state.files.hints as hints
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems take no such hints")
 

@@ -16,11 +16,11 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
 from purestep.state.blocks import flat_bytes
-from purestep.state.checkpoint import save
-from purestep.state.importing import import_params
-from purestep.state.manifest import FORMATS, CheckpointError
-from purestep.state.safetensors_files import DTYPES
-from purestep.state.tensor_source import check_pieces
+from purestep.state.checkpoint.saving import save
+from purestep.state.exchange.importing import import_params
+from purestep.state.exchange.tensor_source import check_pieces
+from purestep.state.files.manifest import FORMATS, CheckpointError
+from purestep.state.files.safetensors_files import DTYPES
 from tests.state.test_checkpoint import make_state
 
 

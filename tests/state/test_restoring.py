@@ -9,10 +9,10 @@ import torch
 
 import purestep as ps
 from purestep.state import TrainState, key
-from purestep.state.checkpoint import save
-from purestep.state.manifest import CheckpointError
-from purestep.state.renaming import Renaming, suggest
-from purestep.state.restoring import restore
+from purestep.state.checkpoint.renaming import Renaming, suggest
+from purestep.state.checkpoint.restoring import restore
+from purestep.state.checkpoint.saving import save
+from purestep.state.files.manifest import CheckpointError
 from tests.state.test_checkpoint import abstract_of, all_formats, assert_same, make_state
 
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from purestep.state import commit, restoring
-from purestep.state.checkpoints import Checkpoints
-from purestep.state.integrity import describe
+from purestep.state.checkpoint import restoring
+from purestep.state.checkpoint.checkpoints import Checkpoints
+from purestep.state.checkpoint.retention import Retention, best_first, decode_metrics, encode_metrics
+from purestep.state.files import commit
+from purestep.state.files.integrity import describe
+from purestep.state.files.manifest import CheckpointError
 from purestep.state.keys import key
-from purestep.state.manifest import CheckpointError
-from purestep.state.retention import Retention, best_first, decode_metrics, encode_metrics
 from purestep.state.train_state import TrainState
 
 NAN, INF = math.nan, math.inf
@@ -197,7 +198,7 @@ def test_failing_to_remove_does_not_fail_the_save(tmp_path, monkeypatch, caplog)
         def refuse(path: Path) -> bool:
             raise PermissionError(13, "Permission denied", str(path))
 
-        monkeypatch.setattr("purestep.state.checkpoints.discard", refuse)
+        monkeypatch.setattr("purestep.state.checkpoint.checkpoints.discard", refuse)
         checkpoints.save(_state(2))
         assert "could not remove what is not kept" in caplog.text
         assert checkpoints.latest().name == "step-00000002"

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from purestep.state import run_lock
-from purestep.state.checkpoints import Checkpoints
+from purestep.state.checkpoint import run_lock
+from purestep.state.checkpoint.checkpoints import Checkpoints
+from purestep.state.files.locks import Lock, lock_or_none
+from purestep.state.files.manifest import CheckpointError
 from purestep.state.keys import key
-from purestep.state.locks import Lock, lock_or_none
-from purestep.state.manifest import CheckpointError
 from purestep.state.train_state import TrainState
 from tests.ranks import _context
 

@@ -9,11 +9,11 @@ from torch import nn
 
 import purestep as ps
 from purestep.state import key
-from purestep.state.checkpoint import save
-from purestep.state.importing import import_params
-from purestep.state.manifest import CheckpointError
-from purestep.state.restoring import restore
-from purestep.state.ties import resolve_ties
+from purestep.state.checkpoint.restoring import restore
+from purestep.state.checkpoint.saving import save
+from purestep.state.exchange.importing import import_params
+from purestep.state.exchange.ties import resolve_ties
+from purestep.state.files.manifest import CheckpointError
 from tests.state.test_checkpoint import assert_same
 
 # --- B19 -------------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import purestep.state.workers as workers
-from purestep.state.file_reading import Extent, read_extents
-from purestep.state.hashing import StreamHash
+from purestep.state.files.file_reading import Extent, read_extents
+from purestep.state.files.hashing import StreamHash
 from purestep.state.workers import Pool, in_parallel
 
 

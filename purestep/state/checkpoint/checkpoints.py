@@ -12,19 +12,27 @@ from typing import Any
 
 import torch
 
-from purestep.state.background import Background
-from purestep.state.checkpoint import refuse_unsaveable, save
+from purestep.state.checkpoint.background import Background
+from purestep.state.checkpoint.opening import naming, open_together, together
+from purestep.state.checkpoint.restoring import restore
+from purestep.state.checkpoint.retention import (
+    METRICS,
+    Metrics,
+    Mode,
+    Retention,
+    best_first,
+    decode_metrics,
+    encode_metrics,
+)
+from purestep.state.checkpoint.run_lock import RunLock
+from purestep.state.checkpoint.saving import refuse_unsaveable, save
+from purestep.state.checkpoint.staging import Staging
 from purestep.state.collective import from_rank_zero, on_every_rank
-from purestep.state.commit import discard, held_for_reading, recover, remove_leftovers
 from purestep.state.digests import check_replicas as refuse_differing_replicas
-from purestep.state.integrity import SUMS, describe
-from purestep.state.manifest import FORMATS, MANIFEST, CheckpointError, DamagedCheckpointError
-from purestep.state.opening import naming, open_together, together
+from purestep.state.files.commit import discard, held_for_reading, recover, remove_leftovers
+from purestep.state.files.integrity import SUMS, describe
+from purestep.state.files.manifest import FORMATS, MANIFEST, CheckpointError, DamagedCheckpointError
 from purestep.state.placement import default_rank
-from purestep.state.restoring import restore
-from purestep.state.retention import METRICS, Metrics, Mode, Retention, best_first, decode_metrics, encode_metrics
-from purestep.state.run_lock import RunLock
-from purestep.state.staging import Staging
 from purestep.state.train_state import TrainState
 
 _logger = logging.getLogger("purestep")

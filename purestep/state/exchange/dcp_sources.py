@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from purestep.state.blocks import allocate
-from purestep.state.dcp_files import METADATA, DcpReader
-from purestep.state.manifest import CheckpointError, DamagedCheckpointError, LeafInfo
-from purestep.state.tensor_source import StoredTensor, TensorSource, check_pieces
+from purestep.state.exchange.tensor_source import StoredTensor, TensorSource, check_pieces
+from purestep.state.files.dcp_files import METADATA, DcpReader
+from purestep.state.files.manifest import CheckpointError, DamagedCheckpointError, LeafInfo
 
 _MODEL = "model"  # the entry of a saved {"model": ..., "optimizer": ...} that is imported
 

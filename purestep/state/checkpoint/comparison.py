@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from purestep.state.integrity import Contents, open_checkpoint
-from purestep.state.manifest import Manifest, plain_values
+from purestep.state.files.integrity import Contents, open_checkpoint
+from purestep.state.files.manifest import Manifest, plain_values
 
 if TYPE_CHECKING:
     from purestep.state.train_state import TrainState
@@ -157,7 +157,7 @@ def diff(a: str | os.PathLike | TrainState, b: str | os.PathLike | TrainState, *
     """
     if isinstance(a, str | os.PathLike) and isinstance(b, str | os.PathLike):
         return _compare(of_checkpoint(a), of_checkpoint(b), values, collective=False)
-    from purestep.state.measuring import side_together
+    from purestep.state.checkpoint.measuring import side_together
 
     return _compare(side_together(a), side_together(b), values, collective=True)
 
@@ -178,7 +178,7 @@ def _compare(a: Side, b: Side, values: bool, *, collective: bool) -> Comparison:
     alike = {name: x for name, (x, y) in pairs.items() if x.shape == y.shape and (values or x.dtype == y.dtype)}
     differing = [name for name, x in alike.items() if x != b.leaves[name]]
     if values and differing:
-        from purestep.state.measuring import measure
+        from purestep.state.checkpoint.measuring import measure
 
         changes = measure(a, b, differing, collective=collective)
     else:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from purestep.state.blocks import Target
-from purestep.state.hashing import StreamHash
-from purestep.state.hints import expect_to_be_filled
+from purestep.state.files.hashing import StreamHash
+from purestep.state.files.hints import expect_to_be_filled
 
 B = TypeVar("B")
 Cut = tuple[tuple[slice, ...], tuple[slice, ...]]

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from purestep.state.locks import Lock, lock_or_none
+from purestep.state.files.locks import Lock, lock_or_none
 
 _logger = logging.getLogger("purestep")
 _INFIX, _ASIDE = ".tmp-", "-old"

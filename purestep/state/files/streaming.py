@@ -10,13 +10,13 @@ from threading import Lock
 from typing import Any, BinaryIO
 
 from purestep.state.blocks import Target
-from purestep.state.dcp_files import DIRECTORY, METADATA, DcpTable
-from purestep.state.file_reading import Extent, cut_out_all, read_extents, unreadable
-from purestep.state.hashing import StreamHash
-from purestep.state.integrity import Contents, damage, inside, wrong_size, wrong_sum
-from purestep.state.manifest import MANIFEST, DamagedCheckpointError, LeafInfo
+from purestep.state.files.dcp_files import DIRECTORY, METADATA, DcpTable
+from purestep.state.files.file_reading import Extent, cut_out_all, read_extents, unreadable
+from purestep.state.files.hashing import StreamHash
+from purestep.state.files.integrity import Contents, damage, inside, wrong_size, wrong_sum
+from purestep.state.files.manifest import MANIFEST, DamagedCheckpointError, LeafInfo
+from purestep.state.files.safetensors_reading import SafetensorsHeader, find_extent
 from purestep.state.placement import default_rank, default_world_size
-from purestep.state.safetensors_reading import SafetensorsHeader, find_extent
 from purestep.state.workers import in_parallel, num_workers
 
 Find = Callable[[Any], Extent]

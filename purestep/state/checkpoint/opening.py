@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from purestep.state.collective import gather_objects, on_every_rank
-from purestep.state.dcp_files import DcpError
-from purestep.state.integrity import Contents, damage, open_checkpoint, refuse_damage
-from purestep.state.manifest import CheckpointError
+from purestep.state.files.dcp_files import DcpError
+from purestep.state.files.integrity import Contents, damage, open_checkpoint, refuse_damage
+from purestep.state.files.manifest import CheckpointError
 from purestep.state.placement import default_rank, default_world_size
 
 T = TypeVar("T")

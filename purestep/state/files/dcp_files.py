@@ -17,11 +17,11 @@ from torch import Tensor
 
 from purestep.state.blocks import Target
 from purestep.state.collective import current_group
-from purestep.state.dcp_archives import find_saved
-from purestep.state.file_reading import Cut, Extent, cut_out_all, read_extents, unreadable
-from purestep.state.hashing import StreamHash
-from purestep.state.integrity import hash_file
-from purestep.state.manifest import MANIFEST, DamagedCheckpointError, LeafInfo
+from purestep.state.files.dcp_archives import find_saved
+from purestep.state.files.file_reading import Cut, Extent, cut_out_all, read_extents, unreadable
+from purestep.state.files.hashing import StreamHash
+from purestep.state.files.integrity import hash_file
+from purestep.state.files.manifest import MANIFEST, DamagedCheckpointError, LeafInfo
 from purestep.state.placement import default_rank, from_local, in_process_group, is_dtensor, local_tensor
 from purestep.state.workers import num_workers
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from purestep.state.blocks import Target
-from purestep.state.dcp_files import DcpReader
-from purestep.state.integrity import Contents
-from purestep.state.manifest import LeafInfo
-from purestep.state.safetensors_reading import SafetensorsReader
+from purestep.state.files.dcp_files import DcpReader
+from purestep.state.files.integrity import Contents
+from purestep.state.files.manifest import LeafInfo
+from purestep.state.files.safetensors_reading import SafetensorsReader
 
 
 class LeafReader:

@@ -14,8 +14,8 @@ from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
-from purestep.state.locks import Lock
-from purestep.state.manifest import CheckpointError
+from purestep.state.files.locks import Lock
+from purestep.state.files.manifest import CheckpointError
 
 LOCK_FILE = ".lock"
 _logger = logging.getLogger("purestep")

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from purestep.state.file_reading import Cut, Extent, extent_of
+from purestep.state.files.file_reading import Cut, Extent, extent_of
 
 _MAX_PICKLE = 1 << 16  # a tensor's description takes some hundred bytes
 _STORAGES = {

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from purestep.state.blocks import allocate
-from purestep.state.dcp_files import DIRECTORY, DcpReader
 from purestep.state.digests import block_digest
-from purestep.state.integrity import Contents
-from purestep.state.manifest import DamagedCheckpointError, LeafInfo, digest_text
+from purestep.state.files.dcp_files import DIRECTORY, DcpReader
+from purestep.state.files.integrity import Contents
+from purestep.state.files.manifest import DamagedCheckpointError, LeafInfo, digest_text
+from purestep.state.files.reading import LeafReader
 from purestep.state.placement import Block
-from purestep.state.reading import LeafReader
 
 
 def damaged_leaves(contents: Contents, file: str) -> list[str]:

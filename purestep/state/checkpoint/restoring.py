@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from purestep.state.blocks import Target, allocate
-from purestep.state.casting import cast_into
+from purestep.state.checkpoint.casting import cast_into
+from purestep.state.checkpoint.matching import EVERYTHING, Match, RestoreReport, Wanted, match
+from purestep.state.checkpoint.opening import fingerprint, open_together, together
+from purestep.state.checkpoint.renaming import Renaming
 from purestep.state.collective import gather_objects, on_every_rank
-from purestep.state.commit import held_for_reading
 from purestep.state.digests import add_up, block_digest, block_digests
-from purestep.state.integrity import Contents, refuse_damage
-from purestep.state.keys import Key
-from purestep.state.manifest import (
+from purestep.state.files.commit import held_for_reading
+from purestep.state.files.integrity import Contents, refuse_damage
+from purestep.state.files.manifest import (
     MANIFEST,
     CheckpointError,
     DamagedCheckpointError,
@@ -26,11 +28,9 @@ from purestep.state.manifest import (
     decode_tree,
     digest_text,
 )
-from purestep.state.matching import EVERYTHING, Match, RestoreReport, Wanted, match
-from purestep.state.opening import fingerprint, open_together, together
+from purestep.state.files.streaming import is_copied, read_leaves
+from purestep.state.keys import Key
 from purestep.state.placement import block_of, default_rank, is_dtensor
-from purestep.state.renaming import Renaming
-from purestep.state.streaming import is_copied, read_leaves
 from purestep.state.train_state import TrainState, clone_leaf, map_leaves
 
 _logger = logging.getLogger("purestep")

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from purestep.state.manifest import TREES
+from purestep.state.files.manifest import TREES
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Leaf name -> shape."""

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from purestep.state.blocks import Target, fill
-from purestep.state.manifest import CheckpointError, DamagedCheckpointError
-from purestep.state.safetensors_files import DTYPES
-from purestep.state.tensor_source import StoredTensor, TensorSource, check_pieces, file_in
+from purestep.state.exchange.tensor_source import StoredTensor, TensorSource, check_pieces, file_in
+from purestep.state.files.manifest import CheckpointError, DamagedCheckpointError
+from purestep.state.files.safetensors_files import DTYPES
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _SHARDING = "DCP_SHARDING_INFO"  # where torch's HuggingFaceStorageWriter notes the offsets of a file's shards

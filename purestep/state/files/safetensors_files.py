@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from purestep.state.blocks import flat_bytes, gather_to
-from purestep.state.hashing import StreamHash
-from purestep.state.hints import reserve, start_writing
-from purestep.state.integrity import write_file
-from purestep.state.manifest import StoredBlock
+from purestep.state.files.hashing import StreamHash
+from purestep.state.files.hints import reserve, start_writing
+from purestep.state.files.integrity import write_file
+from purestep.state.files.manifest import StoredBlock
 from purestep.state.names import module_name
 from purestep.state.placement import Block, block_of, default_rank, default_world_size, is_dtensor
 from purestep.state.sums import sum_of_run

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from purestep.state.checkpoint.staging import destroy_groups
 from purestep.state.collective import using
-from purestep.state.manifest import CheckpointError
+from purestep.state.files.manifest import CheckpointError
 from purestep.state.placement import default_world_size
-from purestep.state.staging import destroy_groups
 
 _running: set[threading.Thread] = set()
 _unreported: dict[int, str] = {}

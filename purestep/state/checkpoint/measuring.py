@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from purestep.state.blocks import Target, flat_bytes, whole_tensor
+from purestep.state.checkpoint.comparison import Row, Side, ValueChange, of_checkpoint
+from purestep.state.checkpoint.opening import together
 from purestep.state.collective import gather_objects, on_every_rank
-from purestep.state.comparison import Row, Side, ValueChange, of_checkpoint
 from purestep.state.digests import block_digest, leaf_digests
-from purestep.state.integrity import Contents
-from purestep.state.manifest import DamagedCheckpointError, digest_text
-from purestep.state.opening import together
+from purestep.state.files.integrity import Contents
+from purestep.state.files.manifest import DamagedCheckpointError, digest_text
+from purestep.state.files.reading import LeafReader
 from purestep.state.placement import Block, block_of, default_rank, is_dtensor, local_tensor
-from purestep.state.reading import LeafReader
 from purestep.state.train_state import TrainState, named_leaves
 
 _CHUNK = 1 << 20  # elements compared at a time

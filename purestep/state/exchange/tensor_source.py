@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purestep.state.manifest import CheckpointError, is_inside
+from purestep.state.files.manifest import CheckpointError, is_inside
 
 
 @dataclass(frozen=True)

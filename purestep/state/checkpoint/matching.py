@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from purestep.state.casting import refusal
-from purestep.state.integrity import Contents
-from purestep.state.manifest import CheckpointError, LeafInfo, plain_values
+from purestep.state.checkpoint.casting import refusal
+from purestep.state.checkpoint.renaming import Renaming, suggest
+from purestep.state.files.integrity import Contents
+from purestep.state.files.manifest import CheckpointError, LeafInfo, plain_values
 from purestep.state.mappings import FrozenDict
 from purestep.state.placement import local_tensor
-from purestep.state.renaming import Renaming, suggest
 from purestep.state.train_state import TrainState, named_leaves
 
 STRICT = ("exact", "exact_but_dtype", "partial")

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 import purestep
+from purestep.state.checkpoint.opening import fingerprint, naming, together
 from purestep.state.collective import from_rank_zero, gather_objects, on_every_rank
-from purestep.state.commit import Replacement
-from purestep.state.dcp_files import write_dcp
 from purestep.state.digests import add_up, block_digests, digest_of_table
-from purestep.state.integrity import SUMS, write_file, write_sums
-from purestep.state.manifest import (
+from purestep.state.files.commit import Replacement
+from purestep.state.files.dcp_files import write_dcp
+from purestep.state.files.integrity import SUMS, write_file, write_sums
+from purestep.state.files.manifest import (
     FORMATS,
     MANIFEST,
     TREES,
@@ -32,9 +33,8 @@ from purestep.state.manifest import (
     dump,
     encode_tree,
 )
-from purestep.state.opening import fingerprint, naming, together
+from purestep.state.files.safetensors_files import Written, check_model_names, write_leaves
 from purestep.state.placement import block_of, default_rank, default_world_size, is_dtensor, local_tensor
-from purestep.state.safetensors_files import Written, check_model_names, write_leaves
 from purestep.state.train_state import TrainState
 from purestep.state.workers import Pool
 

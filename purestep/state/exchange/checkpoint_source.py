@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from purestep.state.blocks import allocate
-from purestep.state.commit import held_for_reading
-from purestep.state.dcp_files import DIRECTORY
 from purestep.state.digests import leaf_digests
-from purestep.state.integrity import Contents, damage, refuse_damage
-from purestep.state.manifest import MANIFEST, CheckpointError, DamagedCheckpointError, LeafInfo, digest_text
+from purestep.state.exchange.tensor_source import StoredTensor, TensorSource
+from purestep.state.files.commit import held_for_reading
+from purestep.state.files.dcp_files import DIRECTORY
+from purestep.state.files.integrity import Contents, damage, refuse_damage
+from purestep.state.files.manifest import MANIFEST, CheckpointError, DamagedCheckpointError, LeafInfo, digest_text
+from purestep.state.files.reading import LeafReader
 from purestep.state.names import module_name
-from purestep.state.reading import LeafReader
-from purestep.state.tensor_source import StoredTensor, TensorSource
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done and bytes in all."""

@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 import torch
 
 from purestep.state.blocks import Target
-from purestep.state.file_reading import Cut, Extent, cut_out_all, extent_of, read_extents, unreadable
-from purestep.state.manifest import MANIFEST, DamagedCheckpointError, LeafInfo, StoredBlock
-from purestep.state.safetensors_files import DTYPES, MAX_HEADER, model_name
+from purestep.state.files.file_reading import Cut, Extent, cut_out_all, extent_of, read_extents, unreadable
+from purestep.state.files.manifest import MANIFEST, DamagedCheckpointError, LeafInfo, StoredBlock
+from purestep.state.files.safetensors_files import DTYPES, MAX_HEADER, model_name
 
 
 class SafetensorsHeader:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from purestep.state.manifest import (
+from purestep.state.files.manifest import (
     MANIFEST,
     CheckpointError,
     DamagedCheckpointError,
@@ -203,7 +203,7 @@ def _damage_of(contents: Contents, name: str, on_read: Callable[[int], None] | N
 
 def _leaves_in(contents: Contents, name: str) -> str:
     """Which leaves a damaged file has wrong, in parentheses. Only here does verifying need torch."""
-    from purestep.state.locating import damaged_leaves
+    from purestep.state.files.locating import damaged_leaves
 
     leaves = damaged_leaves(contents, name)
     more = f" and {len(leaves) - _NAMED} more" if len(leaves) > _NAMED else ""

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from purestep.state.checkpoint_source import Progress, from_checkpoint
-from purestep.state.dcp_files import METADATA
-from purestep.state.dcp_sources import from_dcp
-from purestep.state.integrity import SUMS, open_checkpoint
-from purestep.state.manifest import MANIFEST, CheckpointError
-from purestep.state.safetensors_sources import INDEX_SUFFIX, from_dcp_shards, from_file, from_index, is_shard
-from purestep.state.tensor_source import TensorSource, file_in
-from purestep.state.ties import resolve_ties
+from purestep.state.exchange.checkpoint_source import Progress, from_checkpoint
+from purestep.state.exchange.dcp_sources import from_dcp
+from purestep.state.exchange.safetensors_sources import INDEX_SUFFIX, from_dcp_shards, from_file, from_index, is_shard
+from purestep.state.exchange.tensor_source import TensorSource, file_in
+from purestep.state.exchange.ties import resolve_ties
+from purestep.state.files.dcp_files import METADATA
+from purestep.state.files.integrity import SUMS, open_checkpoint
+from purestep.state.files.manifest import MANIFEST, CheckpointError
 
 _WHAT_IS_READ = (
     "a checkpoint (step-00000100), a safetensors file, a folder with model.safetensors or an index, or a DCP folder "

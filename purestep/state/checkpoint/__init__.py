@@ -1,0 +1,1 @@
+"""Saving and restoring states: one checkpoint, or those of a run."""

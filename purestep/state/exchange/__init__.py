@@ -1,0 +1,1 @@
+"""Checkpoints to and from what other libraries read and write."""
