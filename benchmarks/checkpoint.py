@@ -131,6 +131,33 @@ def throughput(options: Options, root: Path) -> dict[str, float]:
     return ratios
 
 
+def async_stall(options: Options, root: Path) -> dict[str, float]:
+    """How long an asynchronous save holds up the caller, against a synchronous one.
+
+    The first save also makes the host buffers that later ones reuse; it is given apart.
+    """
+    contenders = Contenders(gpt_state(options.size_gb), root, options.format)
+    contenders.remove()
+    whole, held_up = [], []
+    with ps.Checkpoints(root / "run", async_save=True, keep_last=1, format=options.format) as checkpoints:
+        for i in range(options.rounds + 1):
+            os.sync()
+            whole.append(_seconds(contenders.saves()["purestep"]))
+            shutil.rmtree(root / "purestep")
+            os.sync()
+            held_up.append(_seconds(lambda i=i: checkpoints.save(contenders.state.replace(step=i))))  # type: ignore[misc]
+            checkpoints.wait()
+    shares = [stall / save for stall, save in zip(held_up[1:], whole[1:], strict=True)]
+    print(f"\nasynchronous save, format {options.format!r}")
+    print(f"synchronous              {statistics.median(whole[1:]) * 1e3:8.0f} ms")
+    print(f"held up, first save      {held_up[0] * 1e3:8.0f} ms")
+    print(f"held up, later ones      {statistics.median(held_up[1:]) * 1e3:8.0f} ms")
+    return {
+        "stall of an asynchronous save over a synchronous one": statistics.median(shares),
+        "stall of the first asynchronous save over a synchronous one": held_up[0] / statistics.median(whole),
+    }
+
+
 def phases(contenders: Contenders) -> dict[str, float]:
     """Seconds that the parts of a save and of a restore take when they have the machine to themselves."""
     state, files = contenders.state, [p for p in (contenders.root / "purestep").rglob("*") if p.is_file()]
@@ -195,6 +222,7 @@ def main(options: Options) -> None:
     with _scratch(options.directory) as root:
         root.mkdir()
         figures = throughput(options, root)
+        figures |= async_stall(options, root)
         if options.leaves:
             figures |= many_leaves(options, root)
     print(json.dumps({name: round(value, 3) for name, value in figures.items()}))

@@ -85,7 +85,8 @@ def _diff(command: Diff) -> int:
     from purestep.state.checkpoint.comparison import diff
 
     a, b = (newest_valid(path, describe_whole, _note) for path in (command.a, command.b))
-    report = diff(a.path, b.path, values=command.values)
+    with Bar() as bar:
+        report = diff(a.path, b.path, values=command.values, progress=bar)
     if command.json:
         _print_json({"equal": report.equal, **dataclasses.asdict(report), "a": _where(a), "b": _where(b)})
     else:

@@ -49,6 +49,12 @@ class PureModule:
         """Names of the parameters that require a gradient."""
         return self._engine.trainable
 
+    @property
+    def ties(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each tied parameter or buffer; under the first a state holds it. For `ps.save`, `ps.restore`."""
+        leaves = {**self.leaves.params, **self.leaves.buffers}.values()
+        return tuple(tuple(slot.name for slot in leaf.slots) for leaf in leaves if len(leaf.slots) > 1)
+
     def apply(
         self,
         params: Mapping[str, Tensor],

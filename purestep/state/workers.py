@@ -10,6 +10,8 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 A = TypeVar("A")
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, bytes done and bytes in all."""
 _MOST = 8  # more threads than this would only wait for memory or the disk
 
 

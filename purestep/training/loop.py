@@ -75,7 +75,7 @@ def fit(config: TrainConfig, experiment: Experiment, runtime: Runtime | None = N
     module = shard(experiment.model, experiment.spec, runtime)
     order = BatchOrder(len(experiment.data), config.batch_size, key(config.seed).fold_in("order"))
     directory = RunDirectory(config.output_dir)
-    with _checkpoints(config, directory) as checkpoints, StopRequest(runtime) as stop:
+    with _checkpoints(config, directory, module) as checkpoints, StopRequest(runtime) as stop:
         if config.resume:
             state = _resume(config, experiment, module, order, directory, checkpoints)
         else:
@@ -190,7 +190,7 @@ def check_fit(config: TrainConfig, experiment: Experiment, runtime: Runtime) -> 
         )
 
 
-def _checkpoints(config: TrainConfig, directory: RunDirectory) -> Checkpoints:
+def _checkpoints(config: TrainConfig, directory: RunDirectory, module: PureModule) -> Checkpoints:
     rules = config.checkpoint
     return Checkpoints(
         directory.checkpoints_path,
@@ -199,6 +199,7 @@ def _checkpoints(config: TrainConfig, directory: RunDirectory) -> Checkpoints:
         keep_every=rules.keep_every,
         keep_best=rules.keep_best,
         async_save=rules.async_save,
+        ties=module.ties,
     )
 
 

@@ -254,6 +254,11 @@ def test_a_bar_appears_when_work_takes_longer_than_a_second(run, tmp_path, monke
     code, out, err = run("convert", path, tmp_path / "out")
     assert "verifying" in "".join(err)
     assert "writing" in "".join(err)
+    state = make_state()
+    other = ps.save(tmp_path / "y", state.replace(params={name: leaf + 1 for name, leaf in state.params.items()}))
+    code, out, err = run("diff", path, other, "--values")
+    assert code == 1
+    assert "comparing" in "".join(err)
 
 
 def test_a_newer_format_version_is_refused_by_number(run, tmp_path):

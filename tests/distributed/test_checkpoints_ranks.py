@@ -186,3 +186,53 @@ def test_ranks_killed(tmp_path, async_save, rank):
         found.append(check(str(directory / "run"), num_saved))
     assert found == sorted(found)
     assert found[0] < found[-1]
+
+
+def _see_differently(directory: str) -> dict[str, Any]:
+    """What the ranks make of a directory that rank 1 sees otherwise: a listing of a network file system grown old."""
+    dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    said: dict[str, Any] = {}
+    with Checkpoints(directory, keep_last=2) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(_sharded(state_of(step, step), mesh))
+    seen: dict[str, list[str]] = {
+        "a leftover": [".step-00000003.tmp-0-0", "step-00000001", "step-00000002"],
+        "an unfinished step": ["step-00000001", "step-00000002", "step-00000009"],
+        "an older listing": ["step-00000001"],
+        "nothing": [],
+    }
+    with contextlib.ExitStack() as stack:
+        for i, (name, entries) in enumerate(seen.items()):
+            if dist.get_rank() == 1:
+                _list_instead(stack, Path(directory), entries)
+            checkpoints = Checkpoints(directory, keep_last=2)
+            steps, latest = checkpoints.steps(), checkpoints.latest()
+            found = checkpoints.restore_latest(_sharded(state_of(0, 0), mesh))
+            with checkpoints:
+                checkpoints.save(_sharded(state_of(3 + i, 3 + i), mesh))
+            said[name] = (steps, latest.name, found.step, found.digest() == state_of(found.step, found.step).digest())
+    return said
+
+
+def _list_instead(stack: contextlib.ExitStack, directory: Path, entries: list[str]) -> None:
+    """Let every way to list `directory` give `entries` in this process."""
+    listdir, iterdir = os.listdir, Path.iterdir
+
+    def listed(path: Any = ".") -> list[str]:
+        return list(entries) if Path(path) == directory else listdir(path)
+
+    def iterated(path: Path) -> Any:
+        return iter([path / name for name in entries]) if path == directory else iterdir(path)
+
+    for owner, name, new in ((os, "listdir", listed), (Path, "iterdir", iterated)):
+        stack.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, new)
+
+
+def test_what_one_rank_alone_sees_decides_nothing(tmp_path):
+    first, second = run_ranks(_see_differently, 2, str(tmp_path / "run"))
+    assert first == second
+    newest = [2, 3, 4, 5]
+    assert list(first.values()) == [([step - 1, step], f"step-{step:08d}", step, True) for step in newest]
+    assert sorted(os.listdir(tmp_path / "run")) == ["step-00000005", "step-00000006"]

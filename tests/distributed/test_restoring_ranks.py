@@ -123,11 +123,12 @@ def test_strictness_is_the_same_on_every_rank(tmp_path, shape):
 class Tied(nn.Module):
     sharding_spec = ps.ShardingSpec()
 
-    def __init__(self) -> None:
+    def __init__(self, tie: bool = True) -> None:
         super().__init__()
         self.embed = nn.Embedding(3, 2)
         self.head = nn.Linear(2, 3, bias=False)
-        self.head.weight = self.embed.weight
+        if tie:
+            self.head.weight = self.embed.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.embed(x))
@@ -141,12 +142,33 @@ def _tied(topology: tuple[int, int], directory: str) -> str:
         state, _ = step(ps.init(module, optimizer, ps.key(0)), torch.tensor([[0, 1], [1, 2]]))
         assert list(state.params) == ["embed.weight"]
         for format in FORMATS:
-            ps.save(f"{directory}/{format}", state, format=format)
+            ps.save(f"{directory}/{format}", state, format=format, ties=module.ties)
             restored = ps.restore(f"{directory}/{format}", ps.abstract_state(module, optimizer))
             assert _same(restored, state)
             x = torch.tensor([[2, 0], [1, 1]])
             assert step(restored, x)[0].digest() == step(state, x)[0].digest()
+        untied = ps.shard(Untied(), runtime=runtime)
+        for format in FORMATS:
+            both = ps.restore(f"{directory}/{format}", ps.abstract_state(untied, optimizer))
+            assert _same(both.replace(params=_tie(both.params), opt_state={"adamw": _tie_all(both)}), state)
+            ps.save(f"{directory}/{format}-untied", both, format=format)
+            again = ps.restore(f"{directory}/{format}-untied", ps.abstract_state(module, optimizer), ties=module.ties)
+            assert _same(again, state)
         return state.digest()
+
+
+class Untied(Tied):
+    def __init__(self) -> None:
+        super().__init__(tie=False)
+
+
+def _tie(by_path: Any) -> dict[str, torch.Tensor]:
+    assert torch.equal(whole(by_path["embed.weight"]), whole(by_path["head.weight"]))
+    return {"embed.weight": by_path["embed.weight"]}
+
+
+def _tie_all(state: ps.TrainState) -> dict[str, dict[str, torch.Tensor]]:
+    return {slot: _tie(by_path) for slot, by_path in state.opt_state["adamw"].items()}
 
 
 @pytest.mark.parametrize("topology", [(1, 1), (1, 2)], ids=["local", "fsdp2"])

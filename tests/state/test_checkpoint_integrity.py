@@ -283,8 +283,8 @@ def test_a_disk_that_takes_a_part_and_then_is_full(tmp_path, monkeypatch):
 
     opened = safetensors_files.SafetensorsWriter._open
 
-    def open_almost_full(writer, tensors):
-        opened(writer, tensors)
+    def open_almost_full(writer, tensors, tied):
+        opened(writer, tensors, tied)
         writer._file = AlmostFull(writer._file)
 
     path = save(tmp_path / "x", make_state(step=1))

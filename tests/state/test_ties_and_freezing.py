@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_model, save_file
 from torch import nn
 
@@ -54,6 +55,61 @@ def test_b19_a_tie_is_one_leaf_for_every_reader(tmp_path):
     other = {**both.params, "head.weight": both.params["head.weight"] + 1}
     with pytest.raises(CheckpointError, match=r"params/embed.weight and params/head.weight would both become"):
         restore(save(again, both.replace(params=other)), state, rename={"head.weight": "embed.weight"})
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp", "safetensors_dcp"])
+def test_b19_ties_are_recorded_and_a_module_without_them_is_given_both(tmp_path, format):
+    module, optimizer = ps.shard(Tied()), ps.adamw(0.1)
+    assert module.ties == (("embed.weight", "head.weight"),)
+    state = ps.init(module, optimizer, key(0))
+    path = save(tmp_path / "x", state, format=format, ties=module.ties)
+    assert ps.describe(path).ties == module.ties
+    if format != "dcp":
+        with safe_open(path / "model/model.safetensors", "pt") as file:  # as safetensors.torch.save_model says it
+            assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+    untied = ps.abstract_state(ps.shard(Tied(tie=False)), optimizer)
+    both, report = restore(path, untied, with_report=True)
+    for name in ("params", "opt_state/adamw/exp_avg", "opt_state/adamw/exp_avg_sq"):
+        assert (f"{name}/embed.weight", f"{name}/head.weight") in report.renamed
+        assert torch.equal(both.leaves()[f"{name}/embed.weight"], both.leaves()[f"{name}/head.weight"])
+    assert both.params["head.weight"].data_ptr() != both.params["embed.weight"].data_ptr()
+
+    # Back into the module that ties: equal values are one leaf again, different ones are refused.
+    again = save(tmp_path / "both", both, format=format)
+    assert_same(restore(again, state, ties=module.ties), state)
+    moved = {**both.params, "head.weight": both.params["head.weight"] + 1}
+    other = save(tmp_path / "moved", both.replace(params=moved), format=format)
+    with pytest.raises(CheckpointError, match=r"params/embed.weight and params/head.weight would both become"):
+        restore(other, state, ties=module.ties)
+    with pytest.raises(CheckpointError, match=r"not in the state asked for: params/head.weight"):
+        restore(again, state)
+
+
+def test_ties_that_cannot_be_are_refused(tmp_path):
+    state = ps.init(ps.shard(Tied(tie=False)), ps.sgd(0.1), key(0))
+    for ties, kind, said in (
+        ([("embed.weight", "head.weight")], ValueError, "holds 'head.weight' as well"),
+        ([("embedding", "x")], ValueError, "no such parameter"),
+        ([("embed.weight",)], ValueError, "two names or more"),
+        ([("embed.weight", "x"), ("head.weight", "x")], ValueError, "belongs to one"),
+        (["embed.weight"], TypeError, "tuples of module paths"),
+    ):
+        with pytest.raises(kind, match=said):
+            save(tmp_path / "x", state, ties=ties)
+        assert not list(tmp_path.iterdir())
+
+
+def test_checkpoints_keep_the_ties_of_their_run(tmp_path):
+    module, optimizer = ps.shard(Tied()), ps.adamw(0.1)
+    state = ps.init(module, optimizer, key(0))
+    with ps.Checkpoints(tmp_path, ties=module.ties, async_save=True) as checkpoints:
+        path = checkpoints.save(state)
+        checkpoints.wait()
+        assert ps.describe(path).ties == module.ties
+    untied = ps.abstract_state(ps.shard(Tied(tie=False)), optimizer)
+    both = ps.Checkpoints(tmp_path).restore_latest(untied)
+    save(tmp_path / "step-00000001", both)
+    assert_same(ps.Checkpoints(tmp_path, ties=module.ties).restore_latest(state), state)
 
 
 def test_b19_a_file_with_both_names_of_a_tie(tmp_path):

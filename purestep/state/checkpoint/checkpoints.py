@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +27,7 @@ from purestep.state.checkpoint.retention import (
 from purestep.state.checkpoint.run_lock import RunLock
 from purestep.state.checkpoint.saving import refuse_unsaveable, save
 from purestep.state.checkpoint.staging import Staging
+from purestep.state.checkpoint.tying import as_ties
 from purestep.state.collective import from_rank_zero, on_every_rank
 from purestep.state.digests import check_replicas as refuse_differing_replicas
 from purestep.state.files.commit import discard, held_for_reading, recover, remove_leftovers
@@ -62,6 +63,7 @@ class Checkpoints:
         async_save: `save` returns once the state is copied to host memory, and writes in a thread. One save is in
             flight at most. Its failure is raised by the next `save`, `wait`, `restore_latest` or `close`, and a program
             that ends without one of them exits with code 1. In a process group the constructor is a collective call.
+        ties: what the module ties, `module.ties`; recorded by `save` and used by `restore_latest`, see `ps.restore`.
         lock: lock the directory now, not at the first save.
 
     Raises:
@@ -91,12 +93,14 @@ class Checkpoints:
         keep_every: int | None = None,
         keep_best: tuple[str, Mode] | None = None,
         async_save: bool = False,
+        ties: Iterable[Sequence[str]] = (),
         lock: bool = False,
     ) -> None:
         if format not in FORMATS:
             raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, got {format!r}")
         self.directory = Path(directory)
         self.format = format
+        self.ties = as_ties(ties)
         self.retention = Retention(keep_last, keep_every, keep_best)
         self._background = Background() if async_save else None
         self._staging = Staging()
@@ -149,7 +153,7 @@ class Checkpoints:
         if self._background is None:
             self._write(path, state, kept, check_replicas)
         else:
-            refuse_unsaveable(path, state, format=self.format, metadata=kept)
+            refuse_unsaveable(path, state, format=self.format, metadata=kept, ties=self.ties)
             self._staging.prepare(state)
             staged = together(path, lambda: self._staging.copy(state))
             self._background.start(str(path), lambda: self._write(path, staged, kept, check_replicas))
@@ -249,7 +253,7 @@ class Checkpoints:
         for step in reversed(self.steps()):
             path = self.path(step)
             try:
-                return restore(path, abstract_state, device=device, **options)
+                return restore(path, abstract_state, device=device, **{"ties": self.ties, **options})
             except DamagedCheckpointError as error:
                 _skip(path, error)
                 damaged.append(str(error))
@@ -275,7 +279,7 @@ class Checkpoints:
                 refuse_differing_replicas(state)
             except RuntimeError as error:
                 raise CheckpointError(f"step {state.step}: {error}; no checkpoint was written") from error
-        save(path, state, format=self.format, metadata=metadata)
+        save(path, state, format=self.format, metadata=metadata, ties=self.ties)
         from_rank_zero(lambda: self._tidy(state.step))
 
     def _tidy(self, saved: int) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from purestep.state.files.integrity import Contents, open_checkpoint
 from purestep.state.files.manifest import Manifest, plain_values
+from purestep.state.workers import Progress
 
 if TYPE_CHECKING:
     from purestep.state.train_state import TrainState
@@ -123,7 +124,13 @@ class Side:
     source: Contents | TrainState
 
 
-def diff(a: str | os.PathLike | TrainState, b: str | os.PathLike | TrainState, *, values: bool = False) -> Comparison:
+def diff(
+    a: str | os.PathLike | TrainState,
+    b: str | os.PathLike | TrainState,
+    *,
+    values: bool = False,
+    progress: Progress | None = None,
+) -> Comparison:
     """Where two checkpoints or states differ: in leaves, shapes, dtypes, plain values, step and key.
 
     Whether values differ is told by the leaves' digests: of two checkpoints only the tables are read. Their data is
@@ -136,6 +143,7 @@ def diff(a: str | os.PathLike | TrainState, b: str | os.PathLike | TrainState, *
         a: a checkpoint's directory, or a state, sharded or not.
         b: what to compare it with, likewise; sharded in another way, if it is.
         values: also compare the values of the leaves that differ, one leaf after the other.
+        progress: called with what is being done, bytes of leaves compared so far, and bytes in all.
 
     Returns:
         The differences; `.equal` says whether there are none.
@@ -156,10 +164,10 @@ def diff(a: str | os.PathLike | TrainState, b: str | os.PathLike | TrainState, *
       params/w: 1 of 4 elements, at most 0.5 apart (relative 0.333)
     """
     if isinstance(a, str | os.PathLike) and isinstance(b, str | os.PathLike):
-        return _compare(of_checkpoint(a), of_checkpoint(b), values, collective=False)
+        return _compare(of_checkpoint(a), of_checkpoint(b), values, progress, collective=False)
     from purestep.state.checkpoint.measuring import side_together
 
-    return _compare(side_together(a), side_together(b), values, collective=True)
+    return _compare(side_together(a), side_together(b), values, progress, collective=True)
 
 
 def of_checkpoint(path: str | os.PathLike) -> Side:
@@ -170,7 +178,7 @@ def of_checkpoint(path: str | os.PathLike) -> Side:
     return Side(f"checkpoint {contents.root}", manifest.step, manifest.key, rows, plain_values(manifest), contents)
 
 
-def _compare(a: Side, b: Side, values: bool, *, collective: bool) -> Comparison:
+def _compare(a: Side, b: Side, values: bool, progress: Progress | None, *, collective: bool) -> Comparison:
     common = [name for name in a.leaves if name in b.leaves]
     pairs = {name: (a.leaves[name], b.leaves[name]) for name in common}
     shapes = [Change(name, x.shape, y.shape) for name, (x, y) in pairs.items() if x.shape != y.shape]
@@ -180,7 +188,7 @@ def _compare(a: Side, b: Side, values: bool, *, collective: bool) -> Comparison:
     if values and differing:
         from purestep.state.checkpoint.measuring import measure
 
-        changes = measure(a, b, differing, collective=collective)
+        changes = measure(a, b, differing, progress or (lambda what, done, total: None), collective=collective)
     else:
         changes = [ValueChange(name, _count(alike[name].shape)) for name in differing]
     return Comparison(

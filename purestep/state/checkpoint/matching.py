@@ -13,6 +13,7 @@ from torch import Tensor
 
 from purestep.state.checkpoint.casting import refusal
 from purestep.state.checkpoint.renaming import Renaming, suggest
+from purestep.state.checkpoint.tying import Ties, first_name, other_names
 from purestep.state.files.integrity import Contents
 from purestep.state.files.manifest import CheckpointError, LeafInfo, plain_values
 from purestep.state.mappings import FrozenDict
@@ -31,6 +32,7 @@ class Wanted:
     strict: str = "exact"
     include: tuple[str, ...] = EVERYTHING
     renaming: Renaming = field(default_factory=Renaming)
+    ties: Ties = ()
 
     def __post_init__(self) -> None:
         if self.strict not in STRICT:
@@ -112,6 +114,7 @@ def match(contents: Contents, state: TrainState, wanted: Wanted) -> Match:
     where = f"checkpoint {contents.root} (step {contents.manifest.step})"
     asked = dict(named_leaves(state))
     rows, plain, renamed = _renamed(where, contents, wanted)
+    renamed += _untie(rows, asked, contents.manifest.ties)
     included = _included(where, asked, wanted)
     found = {name for name in asked if name in (rows if isinstance(asked[name], Tensor) else plain)}
     taken = [name for name in asked if name in found and name in included]
@@ -150,6 +153,7 @@ def _renamed(
     old_rows, old_plain = contents.manifest.leaves, plain_values(contents.manifest)
     try:
         names = wanted.renaming.apply([*old_rows, *old_plain])
+        names = {old: tuple(dict.fromkeys(first_name(wanted.ties, x) for x in new)) for old, new in names.items()}
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from None
     origin: dict[str, str] = {}
@@ -164,6 +168,17 @@ def _renamed(
     rows = {new: old_rows[old] for new, old in origin.items() if old in old_rows}
     plain = {new: old_plain[old] for new, old in origin.items() if old in old_plain}
     return rows, plain, [(old, new) for old, new_names in names.items() for new in new_names if new != old]
+
+
+def _untie(rows: dict[str, LeafInfo], asked: Mapping[str, Any], ties: Ties) -> list[tuple[str, str]]:
+    """Add what is asked for under another name of a tied leaf; (name in the checkpoint, name added) of each."""
+    added = []
+    for name in asked if ties else ():
+        held = [other for other in other_names(ties, name) if other in rows] if name not in rows else []
+        if held:
+            added.append((held[0], name))
+    rows.update({name: rows[old] for old, name in added})
+    return added
 
 
 def _tied(a: LeafInfo | None, b: LeafInfo | None) -> bool:

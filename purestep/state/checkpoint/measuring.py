@@ -21,6 +21,7 @@ from purestep.state.files.manifest import DamagedCheckpointError, digest_text
 from purestep.state.files.reading import LeafReader
 from purestep.state.placement import Block, block_of, default_rank, is_dtensor, local_tensor
 from purestep.state.train_state import TrainState, named_leaves
+from purestep.state.workers import Progress
 
 _CHUNK = 1 << 20  # elements compared at a time
 
@@ -49,7 +50,7 @@ def side_together(source: str | os.PathLike | TrainState) -> Side:
     return Side(repr(source), source.step, source.key.hex(), rows, plain, source)
 
 
-def measure(a: Side, b: Side, names: Sequence[str], *, collective: bool) -> list[ValueChange]:
+def measure(a: Side, b: Side, names: Sequence[str], progress: Progress, *, collective: bool) -> list[ValueChange]:
     """How the values of the leaves `names` differ; they have one shape. Collective if told so.
 
     Raises:
@@ -57,6 +58,9 @@ def measure(a: Side, b: Side, names: Sequence[str], *, collective: bool) -> list
     """
     mine: list[_Part] = []
     failures: list[Exception] = []
+    rows = {name: a.leaves[name] for name in names}
+    sizes = {name: math.prod(row.shape) * getattr(torch, row.dtype).itemsize for name, row in rows.items()}
+    done, total = 0, sum(sizes.values())
     with ExitStack() as stack:
         values = [_Values(side, stack) for side in (a, b)]
         for name in names:
@@ -65,6 +69,8 @@ def measure(a: Side, b: Side, names: Sequence[str], *, collective: bool) -> list
             except Exception as error:  # raised at the end: the other ranks may wait for this one at the next leaf
                 failures.append(error)
                 mine.append(_Part())
+            done += sizes[name]
+            progress("comparing", done, total)
     if collective:
         on_every_rank(lambda: _raise_first(failures))
     _raise_first(failures)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
@@ -16,6 +16,7 @@ from purestep.state.checkpoint.casting import cast_into
 from purestep.state.checkpoint.matching import EVERYTHING, Match, RestoreReport, Wanted, match
 from purestep.state.checkpoint.opening import fingerprint, open_together, together
 from purestep.state.checkpoint.renaming import Renaming
+from purestep.state.checkpoint.tying import as_ties
 from purestep.state.collective import gather_objects, on_every_rank
 from purestep.state.digests import add_up, block_digest, block_digests
 from purestep.state.files.commit import held_for_reading
@@ -48,6 +49,7 @@ def restore(
     strict: Strict = ...,
     include: Sequence[str] = ...,
     rename: Rename | None = ...,
+    ties: Iterable[Sequence[str]] = ...,
     with_report: Literal[False] = ...,
 ) -> TrainState: ...
 
@@ -62,6 +64,7 @@ def restore(
     strict: Strict = ...,
     include: Sequence[str] = ...,
     rename: Rename | None = ...,
+    ties: Iterable[Sequence[str]] = ...,
     with_report: Literal[True],
 ) -> tuple[TrainState, RestoreReport]: ...
 
@@ -75,6 +78,7 @@ def restore(
     strict: Strict = "exact",
     include: Sequence[str] = EVERYTHING,
     rename: Rename | None = None,
+    ties: Iterable[Sequence[str]] = (),
     with_report: bool = False,
 ) -> TrainState | tuple[TrainState, RestoreReport]:
     """Read a checkpoint into a new state of the shapes, dtypes and placements of `abstract_state`.
@@ -104,6 +108,9 @@ def restore(
             optimizer alike. The first pattern of each kind that matches counts, whole names before paths. Two names of
             one tied weight may become one if their values are equal, and a list of new names unties: `{"embed":
             ["embed", "head"]}`.
+        ties: the names of each weight that the module of this state ties, as `module.ties` gives them. Where the
+            checkpoint holds several of a tie, they become one, and must be equal. (The other way round needs nothing:
+            a state that asks for the names of a tie one by one gets them, if the checkpoint was saved with its ties.)
         with_report: also return a `RestoreReport`: what was loaded, missing, unexpected, cast and renamed.
 
     Returns:
@@ -135,7 +142,7 @@ def restore(
       cast: 1: params/net.w (float32 -> bfloat16)
       renamed: 1: params/w -> params/net.w
     """
-    wanted = _agree(abstract_state, strict, include, rename)
+    wanted = _agree(abstract_state, strict, include, rename, ties)
     with held_for_reading(path):
         contents = open_together(path, verify=False)  # the files are verified while they are read
         found = together(path, lambda: match(contents, abstract_state, wanted))
@@ -155,12 +162,14 @@ def restore(
     return (state, found.report) if with_report else state
 
 
-def _agree(state: TrainState, strict: str, include: Sequence[str], rename: Rename | None) -> Wanted:
+def _agree(
+    state: TrainState, strict: str, include: Sequence[str], rename: Rename | None, ties: Iterable[Sequence[str]]
+) -> Wanted:
     """What is wanted, the same on every rank: ranks that read different leaves would wait for each other."""
     wanted: list[Wanted] = []
 
     def said() -> dict[str, str]:
-        wanted.append(Wanted(strict, include, Renaming.of(rename)))  # type: ignore[arg-type]
+        wanted.append(Wanted(strict, include, Renaming.of(rename), as_ties(ties)))  # type: ignore[arg-type]
         if not isinstance(state, TrainState):
             raise TypeError(f"restore takes the state to make, e.g. ps.abstract_state(...), got {type(state).__name__}")
         rows = {name: [str(leaf.dtype), list(leaf.shape), _placement(leaf)] for name, leaf in state.leaves().items()}

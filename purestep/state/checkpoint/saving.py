@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor
 
 import purestep
 from purestep.state.checkpoint.opening import fingerprint, naming, together
+from purestep.state.checkpoint.tying import Ties, as_ties, refuse_untrue_ties
 from purestep.state.collective import from_rank_zero, gather_objects, on_every_rank
 from purestep.state.digests import add_up, block_digests, digest_of_table
 from purestep.state.files.commit import Replacement
@@ -49,6 +50,7 @@ class _Plan:
     leaves: Mapping[str, Tensor]
     extra: Any
     metadata: dict[str, Any]
+    ties: Ties
 
 
 def save(
@@ -57,6 +59,7 @@ def save(
     *,
     format: str = "safetensors",
     metadata: Mapping[str, Any] | None = None,
+    ties: Iterable[Sequence[str]] = (),
 ) -> Path:
     """Write a state to the directory `path`: all of it, or nothing.
 
@@ -70,12 +73,15 @@ def save(
         format: `safetensors`; `dcp` (torch.distributed.checkpoint); or `safetensors_dcp`: params and buffers as
             safetensors, and everything as DCP. Each can be restored on any topology.
         metadata: your own JSON values, kept in `state.json` (tuples become lists).
+        ties: the names of each weight that the module ties, the state's first: `module.ties` of a `PureModule`. They
+            are recorded, so that a module which does not tie them can restore the checkpoint.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: an unknown format, an abstract state, or a leaf the format cannot keep; names the leaf.
+        ValueError: an unknown format, an abstract state, a leaf the format cannot keep, or a tie that the state
+            contradicts; names the leaf.
         TypeError: a plain value in `extra` or `metadata` that JSON cannot keep; names it.
         CheckpointError: it could not be written; nothing is left behind.
 
@@ -87,7 +93,7 @@ def save(
     >>> restored.digest() == state.digest()
     True
     """
-    plan = together(path, lambda: _plan(state, format, metadata))
+    plan = together(path, lambda: _plan(state, format, metadata, ties))
     _refuse_disagreement(state, plan)
     _finish_on_devices(plan.leaves)
     held = {name: block_of(leaf) for name, leaf in plan.leaves.items()}
@@ -113,13 +119,18 @@ def save(
 
 
 def refuse_unsaveable(
-    path: str | os.PathLike, state: TrainState, *, format: str, metadata: Mapping[str, Any] | None
+    path: str | os.PathLike,
+    state: TrainState,
+    *,
+    format: str,
+    metadata: Mapping[str, Any] | None,
+    ties: Iterable[Sequence[str]] = (),
 ) -> None:
     """Raise what `save` would raise before it writes anything. Collective."""
-    _refuse_disagreement(state, together(path, lambda: _plan(state, format, metadata)))
+    _refuse_disagreement(state, together(path, lambda: _plan(state, format, metadata, ties)))
 
 
-def _plan(state: TrainState, format: str, metadata: Mapping[str, Any] | None) -> _Plan:
+def _plan(state: TrainState, format: str, metadata: Mapping[str, Any] | None, ties: Iterable[Sequence[str]]) -> _Plan:
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, got {format!r}")
     leaves = dict(sorted(state.leaves().items()))
@@ -129,7 +140,9 @@ def _plan(state: TrainState, format: str, metadata: Mapping[str, Any] | None) ->
         check_model_names(leaves)
     # Encoding refuses what a checkpoint cannot keep, in every tree; only `extra` needs it to be built again.
     trees = {tree: encode_tree(tree, getattr(state, tree), lambda value: isinstance(value, Tensor)) for tree in TREES}
-    return _Plan(format, leaves, trees["extra"], as_json("metadata", metadata or {}))
+    tied = as_ties(ties)
+    refuse_untrue_ties(tied, leaves)
+    return _Plan(format, leaves, trees["extra"], as_json("metadata", metadata or {}), tied)
 
 
 def _refuse_leaf(name: str, leaf: Tensor) -> None:
@@ -156,7 +169,13 @@ def _refuse_leaf(name: str, leaf: Tensor) -> None:
 def _refuse_disagreement(state: TrainState, plan: _Plan) -> None:
     """Raise if the ranks are about to save different things, which would end in a hang or a mixture."""
     rows = {name: [str(leaf.dtype), list(leaf.shape), _placement(leaf)] for name, leaf in plan.leaves.items()}
-    said = {"step": state.step, "key": state.key.hex(), "format": plan.format, "leaf table": fingerprint(rows)}
+    said = {
+        "step": state.step,
+        "key": state.key.hex(),
+        "format": plan.format,
+        "leaf table": fingerprint(rows),
+        "ties": str(plan.ties),
+    }
     first, *others = gather_objects(said)
     for rank, other in enumerate(others, start=1):
         wrong = [f"{name} {other[name]} instead of {value}" for name, value in first.items() if other[name] != value]
@@ -185,7 +204,7 @@ def _writers(plan: _Plan, root: Path) -> Iterator[Callable[[], Written]]:
     """What each rank has to do, one after the other: each a collective."""
     yield lambda: _make_directories(root)
     if plan.format != "dcp":
-        yield lambda: write_leaves(root, plan.leaves, shards=plan.format == "safetensors")
+        yield lambda: write_leaves(root, plan.leaves, shards=plan.format == "safetensors", ties=plan.ties)
     if plan.format != "safetensors":
         yield lambda: Written(write_dcp(root, plan.leaves))
 
@@ -232,6 +251,7 @@ def _manifest(
         extra=plan.extra,
         files={name: size for name, (_, size) in files.items()},
         leaves=leaves,
+        ties=plan.ties,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 
@@ -18,9 +18,7 @@ from purestep.state.files.integrity import Contents, damage, refuse_damage
 from purestep.state.files.manifest import MANIFEST, CheckpointError, DamagedCheckpointError, LeafInfo, digest_text
 from purestep.state.files.reading import LeafReader
 from purestep.state.names import module_name
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, bytes done and bytes in all."""
+from purestep.state.workers import Progress
 
 
 def from_checkpoint(contents: Contents, *, ema: bool, verify: bool, progress: Progress | None = None) -> TensorSource:

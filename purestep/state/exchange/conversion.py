@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purestep.state.exchange.checkpoint_source import Progress
 from purestep.state.exchange.importing import import_params, is_checkpoint
 from purestep.state.exchange.tensor_source import StoredTensor, TensorSource, file_in
 from purestep.state.files.commit import Replacement
@@ -23,6 +22,7 @@ from purestep.state.files.dcp_files import METADATA
 from purestep.state.files.integrity import write_file
 from purestep.state.files.manifest import CheckpointError
 from purestep.state.files.safetensors_files import DTYPES, SafetensorsWriter
+from purestep.state.workers import Progress
 
 CASTS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EMA = "ema"  # folder of the averaged params, beside the others

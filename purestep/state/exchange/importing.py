@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from purestep.state.exchange.checkpoint_source import Progress, from_checkpoint
+from purestep.state.exchange.checkpoint_source import from_checkpoint
 from purestep.state.exchange.dcp_sources import from_dcp
 from purestep.state.exchange.safetensors_sources import INDEX_SUFFIX, from_dcp_shards, from_file, from_index, is_shard
 from purestep.state.exchange.tensor_source import TensorSource, file_in
@@ -15,6 +15,7 @@ from purestep.state.exchange.ties import resolve_ties
 from purestep.state.files.dcp_files import METADATA
 from purestep.state.files.integrity import SUMS, open_checkpoint
 from purestep.state.files.manifest import MANIFEST, CheckpointError
+from purestep.state.workers import Progress
 
 _WHAT_IS_READ = (
     "a checkpoint (step-00000100), a safetensors file, a folder with model.safetensors or an index, or a DCP folder "

@@ -83,6 +83,8 @@ class Manifest:
     """Path -> bytes of every file but `state.json` and `SHA256SUMS`."""
     leaves: Mapping[str, LeafInfo]
     """Leaf name -> row, sorted by name."""
+    ties: tuple[tuple[str, ...], ...] = ()
+    """The names that the module had for each tied tensor; the first is the state's."""
     format_version: int = FORMAT_VERSION
 
 
@@ -114,6 +116,7 @@ def dump(manifest: Manifest) -> str:
         "versions": dict(sorted(manifest.versions.items())),
         "metadata": manifest.metadata,
         "extra": manifest.extra,
+        **({"ties": manifest.ties} if manifest.ties else {}),
         "files": dict(sorted(manifest.files.items())),
     }
     lines = [f" {json.dumps(name)}: {json.dumps(value, allow_nan=False)},\n" for name, value in fields.items()]
@@ -149,6 +152,7 @@ def parse(text: str | bytes) -> Manifest:
         extra=_get(table, "extra", dict),
         files=files,
         leaves={leaf.name: leaf for leaf in leaves},
+        ties=_parse_ties(table.get("ties", [])),
         format_version=version,
     )
     _validate(manifest, len(leaves))
@@ -268,6 +272,13 @@ def _parse_leaf(row: Any, files: Mapping[str, int]) -> LeafInfo:
     for part in name.split("/"):
         _key(part)
     return LeafInfo(name, shape, dtype, _get(row, "placement", str), digest, blocks)
+
+
+def _parse_ties(ties: Any) -> tuple[tuple[str, ...], ...]:
+    lists = isinstance(ties, list) and all(isinstance(tie, list) for tie in ties)
+    if not lists or not all(isinstance(name, str) for tie in ties for name in tie):
+        raise DamagedCheckpointError(f"{MANIFEST}: 'ties' must be lists of names, got {ties!r:.60}")
+    return tuple(map(tuple, ties))
 
 
 def _validate(manifest: Manifest, num_rows: int) -> None:

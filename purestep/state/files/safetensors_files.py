@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -99,13 +99,17 @@ def model_name(leaf_name: str) -> str:
     return module_name(leaf_name)
 
 
-def write_leaves(root: Path, leaves: Mapping[str, Tensor], *, shards: bool) -> Written:
+def write_leaves(
+    root: Path, leaves: Mapping[str, Tensor], *, shards: bool, ties: Sequence[Sequence[str]] = ()
+) -> Written:
     """Write params and buffers whole to `root/model`, and if told so, this rank's blocks of the others to `root/state`.
 
     Collective. Files are written side by side; file i of `model/` by rank i modulo the world size, to which sharded
     leaves are gathered one at a time. An error in writing does not keep this rank from the gathers that its peers wait
-    in; it is raised at the end.
+    in; it is raised at the end. Files of `model/` note other names of their tensors as `safetensors.torch.save_model`
+    does.
     """
+    same = {other: first for first, *others in ties for other in others}
     parts = _cut({name: leaf for name, leaf in sorted(leaves.items()) if name.startswith(MODEL_TREES)}, MAX_FILE_BYTES)
     paths = [_part_name(i, len(parts)) for i in range(len(parts))]
     mine = [i for i in range(len(parts)) if _owner(i) == default_rank()]
@@ -117,8 +121,10 @@ def write_leaves(root: Path, leaves: Mapping[str, Tensor], *, shards: bool) -> W
         whole = {path: {name: block.local for name, block in blocks.items()} for path, blocks in files.items()}
         whole |= {paths[i]: _by_module_path(parts[i]) for i in mine if i not in gathered}
         for path, tensors in sorted(whole.items(), key=lambda item: -sum(x.nbytes for x in item[1].values())):
-            jobs[path] = pool.submit(_write_file, root / path, tensors, len(whole) < num_workers())
-        writers = _write_gathered(root, {i: (paths[i], parts[i]) for i in gathered})
+            jobs[path] = pool.submit(
+                _write_file, root / path, tensors, len(whole) < num_workers(), {} if path in files else same
+            )
+        writers = _write_gathered(root, {i: (paths[i], parts[i]) for i in gathered}, same)
     endings = {path: job.result for path, job in jobs.items()} | {path: w.close for path, w in writers.items()}
     written = Written(_end_all(endings))
     for path, blocks in files.items():
@@ -135,10 +141,12 @@ def write_leaves(root: Path, leaves: Mapping[str, Tensor], *, shards: bool) -> W
     return written
 
 
-def _write_gathered(root: Path, parts: Mapping[int, tuple[str, Mapping[str, Tensor]]]) -> dict[str, SafetensorsWriter]:
+def _write_gathered(
+    root: Path, parts: Mapping[int, tuple[str, Mapping[str, Tensor]]], same: Mapping[str, str]
+) -> dict[str, SafetensorsWriter]:
     """Gather each leaf to its file's rank, and write it there. The writers, by path, are yet to be closed."""
     writers = {
-        i: SafetensorsWriter(root / path, _by_module_path(part), digest=True)
+        i: SafetensorsWriter(root / path, _by_module_path(part), digest=True, same=same)
         for i, (path, part) in parts.items()
         if _owner(i) == default_rank()
     }
@@ -164,8 +172,10 @@ def _end_all(endings: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     return results
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor], hash_in_thread: bool) -> tuple[str, int]:
-    writer = SafetensorsWriter(path, tensors, hash_in_thread=hash_in_thread)
+def _write_file(
+    path: Path, tensors: Mapping[str, Tensor], hash_in_thread: bool, same: Mapping[str, str]
+) -> tuple[str, int]:
+    writer = SafetensorsWriter(path, tensors, hash_in_thread=hash_in_thread, same=same)
     for tensor in tensors.values():
         writer.write([tensor])
     return writer.close()
@@ -192,7 +202,13 @@ class SafetensorsWriter:
     """
 
     def __init__(
-        self, path: Path, tensors: Mapping[str, Tensor], *, hash_in_thread: bool = True, digest: bool = False
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        *,
+        hash_in_thread: bool = True,
+        digest: bool = False,
+        same: Mapping[str, str] | None = None,
     ) -> None:
         """Write the header.
 
@@ -201,6 +217,7 @@ class SafetensorsWriter:
             tensors: what `write` will get, in this order; only their names, shapes and dtypes are used.
             hash_in_thread: see `StreamHash`.
             digest: whether to fill `sums`.
+            same: other name of a tensor -> its name here; what is about tensors of this file is noted in the header.
         """
         self.sums: list[int] = []
         """The sum (see `digests`) of each tensor that was written."""
@@ -211,7 +228,8 @@ class SafetensorsWriter:
         self._small = bytearray()  # what is yet to be written: small tensors are written many at a time
         self._file: Any = None
         self._put_bytes = self._started = 0  # of the file: written, and on their way to the disk
-        self._guard(lambda: self._open(tensors))
+        tied = {other: name for other, name in (same or {}).items() if name in tensors}
+        self._guard(lambda: self._open(tensors, tied))
 
     def write(self, pieces: list[Tensor]) -> None:
         """Append the next tensor, given as pieces that follow each other."""
@@ -235,8 +253,8 @@ class SafetensorsWriter:
             except Exception as error:
                 self._error = error
 
-    def _open(self, tensors: Mapping[str, Tensor]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    def _open(self, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
+        header: dict[str, Any] = {"__metadata__": {**tied, "format": "pt"}}
         start = 0
         for name, tensor in tensors.items():
             stop = start + tensor.numel() * tensor.element_size()
