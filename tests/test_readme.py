@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = ("inspect", "verify", "diff", "convert")
+COMMANDS = ("inspect", "verify", "diff", "convert", "plan")
 LAUNCHER_FLAGS = {"--nproc-per-node", "--multi_gpu", "--num_processes", "--help"}
 
 
@@ -43,6 +43,14 @@ def test_every_flag_exists():
     shown = {flag.rstrip(".") for flag in re.findall(r"(?<![\w-])--[a-z][\w.-]*", README)}
     assert len(shown) > 20
     assert shown <= known
+
+
+def test_the_page_on_sharding_runs():
+    page = ROOT / "docs" / "sharding.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict = {"__name__": "page"}
+    exec(compile(block, str(page), "exec"), names)
+    assert [unit.path for unit in names["plan"].units] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", ""]
 
 
 @pytest.mark.parametrize("path", re.findall(r"`((?:purestep|examples|scripts|tests|docs|benchmarks)/[\w./]*)`", README))

@@ -1,4 +1,4 @@
-"""The command `purestep`: look at checkpoints, check them, compare them, convert them.
+"""The command `purestep`: look at checkpoints, check them, compare them, convert them; plan a run.
 
 Nothing here imports torch before a command needs it: `--help`, `inspect` and `verify` never do.
 """

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from purestep.sharding.rules import Dtype
 from purestep.training.flags import FlagError, with_one_line_errors
 
 _Path = tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PATH")]]
@@ -20,6 +21,11 @@ _Source = tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="SOURCE")]]
 _Target = tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="TARGET")]]
 _DType = Annotated[Literal["float64", "float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="DTYPE")]
 _Size = Annotated[str, tyro.conf.arg(metavar="SIZE")]
+_Builder = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="TARGET")]]
+_Number = Annotated[int, tyro.conf.arg(metavar="N")]
+_Words = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]]
+_Policy = Annotated[Literal["sync_each", "defer_all_reduce", "defer_all"], tyro.conf.arg(metavar="POLICY")]
+_Precision = Annotated[Dtype, tyro.conf.arg(metavar="DTYPE")]
 
 
 @dataclass(frozen=True)
@@ -82,17 +88,58 @@ class Convert:
     """Print one JSON object."""
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Tell what each rank of a run would hold and send, without ranks or weights."""
+
+    target: _Builder
+    """What builds the model: package.module:name or file.py:name. A class, a function, a transformers model class."""
+    dp_shard: _Number = 1
+    """Processes one copy of the model is sharded over (FSDP2)."""
+    dp_replicate: _Number = 1
+    """Copies of the model (DDP, or HSDP with --dp-shard)."""
+    arg: _Words = ()
+    """An argument for the builder, or for the config of a transformers model; may be repeated."""
+    spec: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """How the model maps to units, as JSON; default: the model's own sharding_spec, else what is detected."""
+    optimizer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """adamw, adam, sgd, none, or package.module:name; default: the target's own, else adamw."""
+    optimizer_arg: _Words = ()
+    """An argument for the optimizer; may be repeated."""
+    ema: bool = False
+    """Also count averaged parameters."""
+    accumulate: _Number = 1
+    """Microbatches a step."""
+    policy: Annotated[Literal["sync_each", "defer_all_reduce", "defer_all"], tyro.conf.arg(metavar="POLICY")] = (
+        "sync_each"
+    )
+    """When sharded gradients of microbatches are reduced: sync_each, defer_all_reduce or defer_all."""
+    reshard_after_forward: Annotated[str, tyro.conf.arg(metavar="HOW")] = "yes"
+    """Free gathered units between forward and backward: yes, no, or a number of ranks to keep them sharded over."""
+    param_dtype: _Precision = "fp32"
+    """Dtype in which units are gathered: fp32, bf16 or fp16."""
+    reduce_dtype: _Precision = "fp32"
+    """Dtype in which gradients are reduced: fp32, bf16 or fp16."""
+    cpu_offload: bool = False
+    """Keep shards, gradients and optimizer state on the host."""
+    diff: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Compare with a plan saved as JSON: print what differs, exit with 1 if anything does."""
+    json: bool = False
+    """Print one JSON object, every parameter included."""
+
+
 _DESCRIPTION = """\
-Look at checkpoints, check them, compare them, convert them.
+Look at checkpoints, check them, compare them, convert them; plan what a run will need.
 
 Exit code 0: fine, or equal. 1: damaged, different, or failed. 2: a mistake in the arguments."""
-Command = Inspect | Verify | Diff | Convert
-_COMMANDS: dict[str, type] = {"inspect": Inspect, "verify": Verify, "diff": Diff, "convert": Convert}
+Command = Inspect | Verify | Diff | Convert | Plan
+_COMMANDS: dict[str, type] = {"inspect": Inspect, "verify": Verify, "diff": Diff, "convert": Convert, "plan": Plan}
 _Commands = (
     Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Diff, tyro.conf.subcommand("diff")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
 )
 
 

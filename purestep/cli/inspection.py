@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from purestep._sizes import size
 from purestep.state.files.integrity import Description
 from purestep.state.files.manifest import LeafInfo
 
@@ -74,16 +75,6 @@ def printable(text: str) -> str:
     'params/a\\x1b[2J'
     """
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-
-
-def size(num: int) -> str:
-    """Bytes in a unit that fits.
-
-    >>> size(999), size(1234), size(5_000_000_000)
-    ('999 B', '1.23 kB', '5 GB')
-    """
-    exponent = min((len(str(num)) - 1) // 3, 5)
-    return f"{num} B" if exponent == 0 else f"{num / 1000**exponent:.3g} {'kMGTP'[exponent - 1]}B"
 
 
 def _header(description: Description) -> Iterator[str]:

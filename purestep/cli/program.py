@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from purestep.cli.arguments import Command, Convert, Diff, Inspect, Verify, parse
-from purestep.cli.inspection import as_table, as_text, printable, size
+from purestep._sizes import size
+from purestep.cli.arguments import Command, Convert, Diff, Inspect, Plan, Verify, parse
+from purestep.cli.inspection import as_table, as_text, printable
 from purestep.cli.locating import Found, checkpoints_at, describe_whole, newest_valid, wrong_sizes
 from purestep.cli.progress import Bar
 from purestep.sharding.config import ConfigError
@@ -116,7 +117,30 @@ def _convert(command: Convert) -> int:
     return _FINE
 
 
-_RUN: dict[type, Callable[[Any], int]] = {Inspect: _inspect, Verify: _verify, Diff: _diff, Convert: _convert}
+def _plan(command: Plan) -> int:
+    """`purestep plan`: 1 if it is compared with another plan and differs."""
+    from purestep.cli.planning import make_plan, read_plan
+
+    other = None if command.diff is None else read_plan(command.diff)
+    plan = make_plan(command)
+    if other is None:
+        _print_json(plan.to_dict()) if command.json else _print(str(plan))
+        return _FINE
+    difference = other.diff(plan)
+    if command.json:
+        _print_json({"equal": not difference, "diff": difference.splitlines()})
+    else:
+        _print(difference or f"equal to {command.diff}")
+    return _FAILED if difference else _FINE
+
+
+_RUN: dict[type, Callable[[Any], int]] = {
+    Inspect: _inspect,
+    Verify: _verify,
+    Diff: _diff,
+    Convert: _convert,
+    Plan: _plan,
+}
 
 
 def _verify_all(command: Verify) -> int:

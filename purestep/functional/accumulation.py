@@ -45,16 +45,19 @@ def accumulate(grad_fn: GradFn, steps: int) -> GradFn:
 def _accumulate_any(grad_fn: GradFn, steps: int) -> GradFn:
     """For a gradient function of the user's own, whose results are means already."""
 
-    def accumulated(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, key: Key) -> Gradients:
+    def accumulated(
+        params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, key: Key, **scaling: Any
+    ) -> Gradients:
         parts = []
         for i, microbatch in enumerate(split_batch(batch, steps)):
-            part = grad_fn(params, buffers, microbatch, key.fold_in("microbatch", i))
+            part = grad_fn(params, buffers, microbatch, key.fold_in("microbatch", i), **scaling)
             parts.append(part)
             buffers = part.buffers
         loss = sum((part.loss for part in parts[1:]), parts[0].loss)
         metrics = functools.reduce(add_means, (part.metrics for part in parts))
         total = float(loss.weight)
-        return Gradients(loss, metrics, _weighted(parts, total), buffers, is_empty=total == 0)
+        is_finite = all(part.is_finite for part in parts)
+        return Gradients(loss, metrics, _weighted(parts, total), buffers, is_empty=total == 0, is_finite=is_finite)
 
     return accumulated
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from purestep.functional.transforms import GradientTransform, Leaves, Optimizer, Slots, call
+from purestep.functional.wrapping import init_ema
 from purestep.state.mappings import FrozenDict
 
 
@@ -83,6 +84,14 @@ class chain(Optimizer):  # noqa: N801 - written and printed as a call
             if slots:
                 new_state[name] = slots
         return values, new_state
+
+    def init_ema(self, params: Leaves) -> Leaves | None:
+        """The averages that the optimizer at the end keeps, if any; see `with_ema`."""
+        return init_ema(list(self.parts.values())[-1], params)
+
+    def update_ema(self, ema: Leaves, params: Leaves, *, step: int, inplace: bool = False) -> Leaves:
+        """The averages after an update."""
+        return list(self.parts.values())[-1].update_ema(ema, params, step=step, inplace=inplace)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a chain cannot be changed; build another one (tried to set {name!r})")

@@ -1,9 +1,8 @@
-"""What optimizers that treat every element alike have in common: names, checks, copies, local shards."""
+"""What optimizers that treat every element alike have in common: copies, local shards, choice of implementation."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal, get_args
@@ -11,10 +10,10 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from purestep.functional.schedules import Schedule, value_at
-from purestep.functional.shards import copies_of, filled_like, geometry, local_tensors, match
-from purestep.functional.transforms import Leaves, Optimizer, Slots
-from purestep.state.names import some
+from purestep.functional.named import NamedOptimizer
+from purestep.functional.schedules import value_at
+from purestep.functional.shards import copies_of, filled_like, local_tensors
+from purestep.functional.transforms import Leaves, Slots
 
 Implementation = Literal["auto", "fused", "foreach", "for-loop"]
 """Which of torch's implementations runs. They differ in the last bits. auto: fused where device and dtype allow it for
@@ -24,52 +23,24 @@ _FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 @dataclass(frozen=True)
-class Elementwise(Optimizer):
-    """An optimizer that treats every element alike.
+class Elementwise(NamedOptimizer):
+    """An optimizer that treats every element alike, and so works on local shards."""
 
-    `init` and `update` are the optimizer on its own: its state sits under its name, `{"adamw": {"exp_avg": {...}}}`.
-    `init_slots` and `update_slots` are the same without that level; a chain calls these and puts its own name there.
-    """
-
-    reports: ClassVar[tuple[str, ...]] = ("lr",)
     slot_names: ClassVar[tuple[str, ...]] = ()
     """Slots with one tensor shaped like the parameter."""
 
-    lr: float | Schedule
     _: KW_ONLY
     implementation: Implementation = "auto"
 
     def __post_init__(self) -> None:
-        if not callable(self.lr):
-            self.check("lr", not_negative(self.lr), "a finite number of at least 0, or a schedule")
+        super().__post_init__()
         choices = get_args(Implementation)
         self.check("implementation", self.implementation in choices, f"one of {', '.join(choices)}")
 
-    def init(self, params: Leaves) -> Slots:
-        """The state before the first update, under this optimizer's name; see `GradientTransform.init`."""
-        slots = self.init_slots(params)
-        return {type(self).__name__: slots} if slots else {}
-
-    def update(
-        self,
-        grads: Leaves,
-        opt_state: Slots,
-        params: Leaves,
-        *,
-        step: int,
-        inplace: bool = False,
-        metrics: dict[str, Any] | None = None,
-    ) -> tuple[Leaves, Slots]:
-        """New parameters and state; see `Optimizer.update`. Reports `lr`.
-
-        Raises:
-            ValueError: a gradient without a parameter, or unlike it in shape, dtype, device or placement; a parameter
-                without state; an implementation that does not support a parameter.
-        """
-        name = type(self).__name__
-        slots = opt_state.get(name, {})
-        params, slots = self.update_slots(grads, slots, params, step=step, inplace=inplace, metrics=metrics)
-        return params, {name: slots} if slots else {}
+    def implementations(self, params: Leaves) -> dict[str, str]:
+        """Which implementation runs for these parameters; see `purestep.functional.implementations`."""
+        flags = self._flags(local_tensors(params.values()))
+        return {"": next((name for name, chosen in flags.items() if chosen), "for-loop")}
 
     def init_slots(self, params: Leaves) -> Slots:
         """`init` without the level of the name."""
@@ -98,7 +69,10 @@ class Elementwise(Optimizer):
         if not names:
             return params, slots
         wanted = (*self.slot_names, "step") if self._counts_steps() else self.slot_names
-        self._check_leaves(names, grads, slots, params, wanted)
+        self.check_gradients(grads, params)
+        for slot in wanted:
+            if not grads.keys() <= slots.get(slot, {}).keys():
+                self.check_slot(slot, slots, names)
         with torch.no_grad():
             rows = [[params[name] for name in names]] + [[slots[slot][name] for name in names] for slot in wanted]
             if not inplace:
@@ -165,41 +139,6 @@ class Elementwise(Optimizer):
         """What a slot holds before the first update."""
         return filled_like(leaf, 0.0)
 
-    def check(self, name: str, ok: bool, expected: str) -> None:
-        """Raise a `ValueError` about the argument `name` unless `ok`."""
-        if not ok:
-            raise ValueError(f"{type(self).__name__}: {name} must be {expected}, got {getattr(self, name)!r}")
-
-    def _check_leaves(
-        self, names: Sequence[str], grads: Leaves, slots: Slots, params: Leaves, wanted: Sequence[str]
-    ) -> None:
-        """Raise unless every gradient has a parameter like it, and that parameter its state."""
-        if not grads.keys() <= params.keys():
-            unknown = [name for name in names if name not in params]
-            raise ValueError(f"gradients for unknown parameters {some(unknown)}; the parameters are {some(params)}")
-        for slot in wanted:
-            kept = slots.get(slot, {})
-            if not grads.keys() <= kept.keys():
-                missing = [name for name in names if name not in kept]
-                raise ValueError(
-                    f"{type(self).__name__} has no {slot!r} for {some(missing)}: the state was made without "
-                    "these parameters, or for another optimizer; opt_state must come from this optimizer's init, "
-                    "given every parameter that gets a gradient"
-                )
-        theirs, ours = list(grads.values()), [params[name] for name in names]
-        if not match(theirs, ours):
-            for name, grad, leaf in zip(names, theirs, ours, strict=True):
-                if geometry(grad) != geometry(leaf):
-                    raise ValueError(
-                        f"the gradient of {name!r} must be like its parameter: expected {_described(leaf)}; "
-                        f"got {_described(grad)}"
-                    )
-
-
-def not_negative(value: Any) -> bool:
-    """Whether `value` is a finite number of at least 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-
 
 def _step_zero(leaf: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=leaf.device)
@@ -223,9 +162,3 @@ def _contiguous(columns: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[t
     new = [[tensor.contiguous() for tensor in column] for column in columns]
     pairs = zip(itertools.chain(*columns), itertools.chain(*new), strict=True)
     return new, [(tensor, copy) for tensor, copy in pairs if copy is not tensor]
-
-
-def _described(leaf: Tensor) -> str:
-    shape, dtype, device, placements = geometry(leaf)
-    where = f", placed as {placements}" if placements is not None else ""
-    return f"shape {tuple(shape)}, {dtype} on {device}{where}"

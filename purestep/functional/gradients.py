@@ -15,8 +15,10 @@ from torch import Tensor
 
 from purestep.functional.means import Mean
 from purestep.sharding.engines import Session
+from purestep.sharding.loss_scale import all_finite, seed_of_backward
 from purestep.sharding.pure_module import PureModule
 from purestep.sharding.reduction import OnHost, ScalarSums, mean_buffers
+from purestep.sharding.runtime import Runtime
 from purestep.state.keys import Key
 from purestep.state.placement import local_tensor
 
@@ -39,22 +41,53 @@ class Gradients:
     is_empty: bool = False
     """Whether the whole batch weighed nothing: known on the host, where the step decides what to do about it."""
 
+    is_finite: bool = True
+    """Whether all gradients are, on every rank; looked at only when the loss was scaled, and known on the host."""
 
-GradFn = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Any, Key], Gradients]
+
+GradFn = Callable[..., Gradients]
+"""`(params, buffers, batch, key) -> Gradients`; where the loss is scaled it takes `scale=` too."""
 
 
 @dataclass(frozen=True)
 class ValueAndGrad:
-    """`(params, buffers, batch, key) -> Gradients`; made by `value_and_grad`, changed by `accumulate`."""
+    """`(params, buffers, batch, key, *, scale=None) -> Gradients`; from `value_and_grad`, changed by `accumulate`."""
 
     module: PureModule
     loss: Loss
     microbatches: int = 1
 
-    def __call__(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, key: Key) -> Gradients:
-        """Differentiate the loss at `params` over this rank's `batch`. Collective where there are several processes."""
+    def __call__(
+        self,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        batch: Any,
+        key: Key,
+        *,
+        scale: Tensor | float | None = None,
+    ) -> Gradients:
+        """Differentiate the loss at `params` over this rank's `batch`. Collective where there are several processes.
+
+        Args:
+            params: every parameter by name.
+            buffers: every persistent buffer by name.
+            batch: this rank's slice of the global batch.
+            key: of this step.
+            scale: factor of the loss during backward, which the gradients returned do not have: what fp16 needs,
+                `state.extra["loss_scale"]["scale"]`. 1.0 does without.
+
+        Raises:
+            ValueError: no `scale` though the runtime computes in fp16; the loss has no gradient; ranks report
+                different metrics.
+        """
         runtime = self.module.runtime
+        if scale is None and runtime.config.mixed_precision == "fp16":
+            raise ValueError(
+                "fp16 loses small gradients unless the loss is scaled: call with "
+                'scale=state.extra["loss_scale"]["scale"] (ps.init puts it there), or with scale=1.0 to do without'
+            )
         windows = self._windows(batch)
+        seed = _Seed(runtime, scale, num_windows=len(windows), microbatches=self.microbatches)
         with self.module.session(params, buffers) as session:
             sums: dict[str, Mean] = {}
             for i, (microbatch, counts) in enumerate(windows):
@@ -62,17 +95,19 @@ class ValueAndGrad:
                 own_key = key.fold_in("microbatch", i, "rank", runtime.dp_rank)
                 with session.window(last=last), ambient(own_key).scope(runtime.device):
                     total, means = self._forward(session, microbatch, own_key, counts=counts)
+                    total = seed.times(total, means[_LOSS].weight)
                     sums = add_means(sums, means)
-                    if last:
+                    if last:  # asked for before backward, which hides the wait for the other ranks
                         sums, read_weight = reduce_means(self.module, sums)
                         written = {name: buffer.detach() for name, buffer in session.new_buffers().items()}
-                        new_buffers = mean_buffers(runtime, written, buffers)
+                        read_buffers = mean_buffers(runtime, written, buffers)
                     session.backward(total, last=last)
-            weight = read_weight()  # on its way to the host since before backward
+            weight, new_buffers = read_weight(), read_buffers()
             grads = session.gradients()
-        _scale(grads, runtime.dp_size / weight if weight else 0.0)
+        _scale(grads, seed.remaining_factor(weight))
+        is_finite = scale is None or all_finite(runtime, grads.values())
         loss = sums.pop(_LOSS)
-        return Gradients(loss, sums, grads, new_buffers, is_empty=weight == 0)
+        return Gradients(loss, sums, grads, new_buffers, is_empty=weight == 0, is_finite=is_finite)
 
     def _windows(self, batch: Any) -> list[tuple[Any, bool]]:
         """(microbatch, whether it counts) pairs; as many on every rank where backward is collective."""
@@ -95,7 +130,41 @@ class ValueAndGrad:
 
 
 _LOSS = ""  # the loss among its metrics; no metric has this name
-_RESERVED = (_LOSS, "loss", "weight", "grad_norm", "lr")  # what steps report themselves
+_RESERVED = (_LOSS, "loss", "weight", "grad_norm", "lr", "skipped", "loss_scale")  # what steps report themselves
+
+
+class _Seed:
+    """The factor that backward starts with, and what is then left of the way to the gradient of the mean."""
+
+    def __init__(self, runtime: Runtime, scale: Tensor | float | None, *, num_windows: int, microbatches: int):
+        self._runtime = runtime
+        self._scale = scale
+        self._microbatches = microbatches
+        # One process and one microbatch: the weight is known before backward, which then gives the mean's gradient.
+        self._alone = scale is None and runtime.world_size == num_windows == 1
+        self._divided = False
+        self._factor: Tensor | None = None
+        self._on_host: OnHost | None = None
+
+    def times(self, total: Tensor, weight: Tensor | float) -> Tensor:
+        """A microbatch's total as backward takes it; collective the first time if the loss is scaled."""
+        if self._alone and total.dtype.itemsize >= 4:  # 16 bits would round the weight
+            self._divided = True
+            return total / weight if isinstance(weight, Tensor) or weight else total * 0
+        if self._scale is None:
+            return total
+        if self._factor is None:
+            self._factor = seed_of_backward(self._runtime, self._scale, weight, self._microbatches)
+            self._on_host = OnHost(self._factor)
+        return total * self._factor
+
+    def remaining_factor(self, weight: float) -> float:
+        """What to multiply the gradients with, given the weight of everything."""
+        if not weight:
+            return 0.0
+        if self._divided:
+            return 1.0
+        return self._runtime.dp_size / weight / (1.0 if self._on_host is None else self._on_host.read())
 
 
 def value_and_grad(module: PureModule, loss: Loss) -> ValueAndGrad:
@@ -152,17 +221,17 @@ def add_means(sums: Mapping[str, Mean], means: Mapping[str, Mean]) -> dict[str, 
 
 
 def reduce_means(module: PureModule, means: Mapping[str, Mean]) -> tuple[dict[str, Mean], Callable[[], float]]:
-    """Sum Means over ranks.
+    """Start summing Means over ranks.
 
     Returns:
-        The sums, and a function that gives the loss's weight as a number and raises if the ranks' names differ.
+        What will be the sums, and a function that waits for them: it gives the loss's weight as a number, and raises if
+        the ranks' names differ.
     """
     if module.runtime.world_size == 1:
         weight = means[_LOSS].weight
         if not isinstance(weight, Tensor):
             return dict(means), lambda: weight
-        on_host = OnHost(weight)
-        return dict(means), on_host.read  # type: ignore[return-value]
+        return dict(means), OnHost(weight).read
     parts = {f"{name}/{part}": getattr(mean, part) for name, mean in means.items() for part in ("total", "weight")}
     sums = ScalarSums(module.runtime, parts)
     reduced = {name: Mean(sums.values[f"{name}/total"], sums.values[f"{name}/weight"]) for name in means}

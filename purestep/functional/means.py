@@ -67,8 +67,9 @@ class Mean:
         A tensor if either part is one, without waiting for the device. A total that is not finite stays visible at
         weight 0: the mean is then NaN.
         """
-        if not isinstance(self.total, Tensor) and not isinstance(self.weight, Tensor):
-            return self.total / self.weight if self.weight else self.total * 0.0
+        if not isinstance(self.weight, Tensor):  # known without asking the device
+            total = _in_fp32(self.total) if isinstance(self.total, Tensor) else self.total
+            return total / self.weight if self.weight else total * 0.0
         total, weight = self._as_tensors()
         empty = weight == 0
         # The divisor is made safe before dividing: NaN in the branch not taken would still reach the gradient.
@@ -95,6 +96,10 @@ class Mean:
             for part in parts
         )
         return total, weight
+
+
+def _in_fp32(value: Tensor) -> Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _check_scalar(name: str, value: Any) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.optim.adam import adam as _adam_kernel
 from torch.optim.sgd import sgd as _sgd_kernel
 
-from purestep.functional.elementwise import Elementwise, not_negative
+from purestep.functional.elementwise import Elementwise
+from purestep.functional.named import not_negative
 from purestep.functional.shards import filled_like
 
 

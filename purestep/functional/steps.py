@@ -8,9 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from purestep.functional.accumulation import accumulate as accumulate_gradients
+from purestep.functional.averaging import updated_ema
 from purestep.functional.gradients import Loss, ambient, call_loss, reduce_means, value_and_grad
 from purestep.functional.means import Mean
 from purestep.functional.transforms import call_update, global_norm
+from purestep.sharding.loss_scale import NAME as LOSS_SCALE
+from purestep.sharding.loss_scale import next_loss_scale
 from purestep.sharding.pure_module import PureModule
 from purestep.state.train_state import TrainState, hand_over, make_state
 
@@ -21,7 +24,7 @@ def train_step(module: PureModule, loss: Loss, optimizer: Any, *, accumulate: in
     """One optimizer update as a pure function `(state, batch) -> (state, metrics)`.
 
     Random numbers come from `state.key.fold_in(state.step)`. A batch of weight zero leaves parameters, optimizer and
-    buffers as they are.
+    buffers as they are. So does, in fp16, one whose gradients are not finite; `state.extra["loss_scale"]` then halves.
 
     Args:
         module: from `ps.shard`.
@@ -33,7 +36,8 @@ def train_step(module: PureModule, loss: Loss, optimizer: Any, *, accumulate: in
 
     Returns:
         The step. Its batch is this rank's slice of the global batch; its metrics are plain 0-d values, equal on every
-        rank: `loss`, `weight` (tokens, say, over all ranks), `grad_norm` (before clipping), `lr`, and the loss's own.
+        rank: `loss`, `weight` (tokens, say, over all ranks), `grad_norm` (before clipping), `lr`, and the loss's own;
+        in fp16 also `skipped` (1 if nothing was updated) and `loss_scale` (the one this step used).
         Where there are several processes the step is collective.
 
     >>> import torch, purestep as ps
@@ -51,23 +55,40 @@ def train_step(module: PureModule, loss: Loss, optimizer: Any, *, accumulate: in
     reports_norm = "grad_norm" in getattr(optimizer, "reports", ())
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        out = grad_fn(state.params, state.buffers, batch, state.key.fold_in(state.step))
-        report: dict[str, Any] = {} if reports_norm else {"grad_norm": global_norm(out.grads)}
-        params, opt_state, buffers = state.params, state.opt_state, out.buffers
+        scaling = _scaling(module, state)
+        out = grad_fn(state.params, state.buffers, batch, state.key.fold_in(state.step), **scaling)
+        params, opt_state, buffers, extra = state.params, state.opt_state, out.buffers, state.extra
+        ema = state.ema
+        report: dict[str, Any] = {}
         if out.is_empty:
             report["grad_norm"], buffers = 0.0, state.buffers
+        elif not out.is_finite:
+            report["grad_norm"], buffers = global_norm(out.grads), state.buffers
         else:
+            if not reports_norm:
+                report["grad_norm"] = global_norm(out.grads)
             params, opt_state = call_update(
                 optimizer, out.grads, opt_state, params, step=state.step, inplace=donate, metrics=report
             )
+            if report.get("skipped"):
+                buffers = state.buffers
+            else:
+                ema = updated_ema(optimizer, ema, params, step=state.step, inplace=donate)
+        if scaling:
+            report.setdefault("skipped", float(not out.is_finite))  # unless the optimizer has a guard of its own
+            report["loss_scale"] = scaling["scale"]
+            if not out.is_empty:
+                config = module.runtime.config.loss_scale
+                adjusted = next_loss_scale(extra[LOSS_SCALE], is_finite=out.is_finite, config=config)
+                extra = {**extra, LOSS_SCALE: adjusted}
         new = make_state(
             step=state.step + 1,
             params=params,
             buffers=buffers,
             opt_state=opt_state,
             key=state.key,
-            ema=state.ema,
-            extra=state.extra,
+            ema=ema,
+            extra=extra,
         )
         metrics = {"loss": out.loss.value, "weight": out.loss.weight, **_values(out.metrics), **report}
         return hand_over(state, new, f"train_step, step {state.step}") if donate else new, metrics
@@ -99,8 +120,8 @@ def eval_step(module: PureModule, loss: Loss) -> Callable[[TrainState, Any], dic
         scope = ambient(key).scope(runtime.device)
         with module.evaluation(state.params, state.buffers) as session, scope, runtime.autocast():
             means = call_loss(loss, session.model, batch, key)
-        sums, check = reduce_means(module, means)
-        check()
+        sums, wait = reduce_means(module, means)
+        wait()
         return {name or "loss": mean for name, mean in sums.items()}
 
     return step
@@ -108,3 +129,16 @@ def eval_step(module: PureModule, loss: Loss) -> Callable[[TrainState, Any], dic
 
 def _values(metrics: Any) -> dict[str, Tensor | float]:
     return {name: mean.value for name, mean in metrics.items()}
+
+
+def _scaling(module: PureModule, state: TrainState) -> dict[str, Any]:
+    """The loss scale of a step, as arguments for its gradient function; none unless it computes in fp16."""
+    if module.runtime.config.mixed_precision != "fp16":
+        return {}
+    if LOSS_SCALE not in state.extra:
+        raise ValueError(
+            'fp16 needs a loss scale, and this state has no extra["loss_scale"]: ps.init(module, ...) puts it there; '
+            "into a state made otherwise put it with "
+            'state.replace(extra={**state.extra, "loss_scale": ps.initial_loss_scale()})'
+        )
+    return {"scale": state.extra[LOSS_SCALE]["scale"]}

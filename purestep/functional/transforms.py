@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from purestep.functional.shards import local_tensors, with_local
+from purestep.functional.shards import are_plain, local_tensors, with_local
 from purestep.state.placement import shard_groups
 
 Leaves = Mapping[str, Tensor]
@@ -213,38 +213,42 @@ def global_norm(grads: Leaves, ord: float = 2.0) -> Tensor:
     tensor(13.)
     """
     _check_ord(ord)
+    leaves = list(grads.values())
+    wide = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
+    if are_plain(leaves):
+        return _norm(leaves, ord).to(wide)
     by_groups: dict[tuple, list[Tensor]] = {}
-    for leaf in grads.values():
+    for leaf in leaves:
         by_groups.setdefault(shard_groups(leaf), []).append(leaf)
-    device = local_tensors(by_groups[next(iter(by_groups))])[0].device if by_groups else torch.device("cpu")
+    device = local_tensors(leaves[:1])[0].device
     powers = []
-    for groups, leaves in by_groups.items():
-        power = _power_sum(local_tensors(leaves), ord, device)
+    for groups, members in by_groups.items():
+        norm = _norm(local_tensors(members), ord).to(device)
+        power = norm if ord == math.inf else norm.pow(ord)
         for group in groups:
             reduce = torch.distributed.ReduceOp.MAX if ord == math.inf else torch.distributed.ReduceOp.SUM
             torch.distributed.all_reduce(power, reduce, group=group)
         powers.append(power)
-    dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in grads.values()) else torch.float32
-    if not powers:
-        return torch.zeros((), dtype=dtype, device=device)
     stacked = torch.stack(powers)
-    return (stacked.amax() if ord == math.inf else stacked.sum().pow(1.0 / ord)).to(dtype)
+    return (stacked.amax() if ord == math.inf else stacked.sum().pow(1.0 / ord)).to(wide)
 
 
-def _power_sum(tensors: Sequence[Tensor], ord: float, device: torch.device) -> Tensor:
-    """Sum of |element| ** ord over the tensors, or the largest |element|; a 0-d tensor."""
+def _norm(tensors: Sequence[Tensor], ord: float) -> Tensor:
+    """The norm of the tensors as one vector, 0-d, in fp64 where the device has it."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    tensors = [tensor for tensor in tensors if tensor.numel()]  # the maximum of nothing is an error
     wide = torch.float32 if device.type == "mps" else torch.float64
+    if not tensors:
+        return torch.zeros((), dtype=wide, device=device)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.numel():  # the maximum of nothing is an error
-            by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
-    norms = [torch.zeros(1, dtype=wide, device=device)]
+        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
+    norms = []
     for dtype, same in by_dtype.items():
         low_precision = dtype.is_floating_point and dtype.itemsize < 4
         of_each = torch._foreach_norm(same, ord, dtype=torch.float32 if low_precision else None)
-        norms.append(torch.stack(of_each).to(device, wide))
-    together = torch.cat(norms)
-    return together.amax() if ord == math.inf else together.pow(ord).sum()
+        norms.append(torch.linalg.vector_norm(torch.stack(of_each), ord, dtype=wide))
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), ord)
 
 
 def _scaled(grads: Leaves, scale: Tensor, *, inplace: bool) -> Leaves:
@@ -256,7 +260,9 @@ def _scaled(grads: Leaves, scale: Tensor, *, inplace: bool) -> Leaves:
             torch._foreach_mul_(local_tensors(leaves), scale)
             return grads
         scaled = torch._foreach_mul(local_tensors(leaves), scale)
-    return {name: with_local(leaf, local) for (name, leaf), local in zip(grads.items(), scaled, strict=True)}
+    # A 0-d gradient in 16 bits times the factor, 0-d too, would be promoted to the factor's dtype.
+    kept = (local.to(leaf.dtype) for leaf, local in zip(leaves, scaled, strict=True))
+    return {name: with_local(leaf, local) for (name, leaf), local in zip(grads.items(), kept, strict=True)}
 
 
 def _check_ord(ord: float) -> None:

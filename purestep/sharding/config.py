@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+Dtype = Literal["fp32", "bf16", "fp16"]
 TopologyKind = Literal["local", "ddp", "fsdp2", "hsdp"]
 
 
@@ -115,6 +117,9 @@ class GradientAccumulationConfig:
 
     steps: int = 1
     """Microbatches a step, on each rank."""
+    policy: Literal["sync_each", "defer_all_reduce", "defer_all"] = "sync_each"
+    """When gradients are reduced under FSDP2 and HSDP: at every microbatch; over shards at every one and over replicas
+    at the last; or all at the last, which keeps whole gradients in between. DDP reduces at the last one."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -122,16 +127,105 @@ class GradientAccumulationConfig:
 
 
 @dataclass(frozen=True)
-class FSDPConfig:
-    """Knobs of FSDP2 (`torch.distributed.fsdp.fully_shard`); they act when dp_shard > 1."""
+class ActivationCheckpointing:
+    """What backward computes again instead of keeping it from forward: less memory, more time."""
 
-    reshard_after_forward: bool = True
+    mode: Literal["none", "full", "selective"] = "none"
+    """full: keep only inputs. selective: keep what `save_ops` computed, too."""
+    modules: tuple[str, ...] = ()
+    """Globs on paths within a unit: recompute only these submodules. None given: the whole unit."""
+    save_ops: tuple[str, ...] = ()
+    """Operators whose results are kept, such as aten.mm or aten._scaled_dot_product*. None given: matrix products,
+    attention and collectives."""
+    every: int = 1
+    """Only every n-th of the units that a rule takes, beginning with the first."""
+
+    def __post_init__(self) -> None:
+        for name in ("modules", "save_ops"):
+            if isinstance(getattr(self, name), str):
+                raise TypeError(f"ActivationCheckpointing.{name} is a tuple of globs, got {getattr(self, name)!r}")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.mode not in ("none", "full", "selective"):
+            raise ConfigError(
+                f"--accelerator.activation-checkpointing.mode {self.mode}: expected none, full or selective"
+            )
+        if self.every < 1:
+            raise ConfigError(f"--accelerator.activation-checkpointing.every {self.every}: must be at least 1")
+        if self.save_ops and self.mode != "selective":
+            raise ConfigError(
+                f"--accelerator.activation-checkpointing.save-ops {' '.join(self.save_ops)}: acts only with "
+                f"--accelerator.activation-checkpointing.mode selective, not with {self.mode}"
+            )
+        if self.modules and self.mode == "none":
+            raise ConfigError(
+                f"--accelerator.activation-checkpointing.modules {' '.join(self.modules)}: acts only with "
+                "--accelerator.activation-checkpointing.mode full or selective"
+            )
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """Compilation of the eager path, unit by unit."""
+
+    enabled: bool = False
+    """Compile every unit whose rule does not say otherwise; a model without units as a whole."""
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    """`torch.compile(mode=...)`, also of units that only a rule of the spec compiles."""
+
+
+@dataclass(frozen=True)
+class LossScaleConfig:
+    """The dynamic loss scale of fp16: too small a gradient becomes zero there, too large a one infinite."""
+
+    init: float = 65536.0
+    """Scale of the first step."""
+    growth_factor: float = 2.0
+    """By how much the scale grows after `growth_interval` steps with finite gradients."""
+    backoff_factor: float = 0.5
+    """By how much it shrinks after a step with a gradient that is not finite; that step changes nothing."""
+    growth_interval: int = 2000
+    """Steps in a row with finite gradients before the scale grows."""
+    min: float = 1.0
+    """The scale does not shrink below this."""
+
+    def __post_init__(self) -> None:
+        flag = "--accelerator.loss-scale"
+        for name, value, fits, expected in (
+            ("init", self.init, 0 < self.init < math.inf, "positive and finite"),
+            ("growth-factor", self.growth_factor, 1 <= self.growth_factor < math.inf, "at least 1 and finite"),
+            ("backoff-factor", self.backoff_factor, 0 < self.backoff_factor < 1, "between 0 and 1"),
+            ("growth-interval", self.growth_interval, self.growth_interval >= 1, "at least 1"),
+            ("min", self.min, 0 < self.min <= self.init, f"positive, and at most {flag}.init ({self.init})"),
+        ):
+            if not fits:
+                raise ConfigError(f"{flag}.{name} {value}: must be {expected}")
+
+
+@dataclass(frozen=True)
+class FSDPConfig:
+    """Knobs of FSDP2 (`torch.distributed.fsdp.fully_shard`); they act when dp_shard > 1. A spec may say otherwise of a
+    unit.
+    """
+
+    reshard_after_forward: bool | int = True
     """Free a unit's gathered parameters after its forward and gather them again in backward: less memory, more traffic.
-    The root unit, which backward needs first, stays gathered."""
-    param_dtype: Literal["fp32", "bf16"] = "fp32"
+    An int keeps them sharded over that many ranks in between, e.g. those of one machine. The root unit, which backward
+    needs first, stays gathered."""
+    param_dtype: Dtype = "fp32"
     """Dtype in which units are gathered. fp32 gives the numbers of DDP and local exactly; bf16 halves the traffic."""
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    reduce_dtype: Dtype = "fp32"
     """Dtype in which gradients are reduced."""
+    output_dtype: Dtype | None = None
+    """Dtype to which floating-point outputs of units are cast. None: they stay as they are."""
+    cpu_offload: bool = False
+    """Keep shards, gradients and optimizer state in host memory; gather from there."""
+    prefetch: int | None = None
+    """Units gathered ahead of the one that runs, in forward and backward. 0: none. None: as FSDP2 does by itself, which
+    is one ahead in backward."""
+
+    def __post_init__(self) -> None:
+        check_reshard(self.reshard_after_forward, "--accelerator.fsdp")
+        check_prefetch(self.prefetch, "--accelerator.fsdp")
 
 
 @dataclass(frozen=True)
@@ -144,6 +238,8 @@ class DDPConfig:
     """Search for parameters without a gradient in each step: needed when a loss does not use all of them."""
     static_graph: bool = False
     """Promise that every step uses the same parameters."""
+    reduce_dtype: Dtype = "fp32"
+    """Dtype in which gradients are reduced. bf16 and fp16 halve the traffic."""
 
     def __post_init__(self) -> None:
         if self.bucket_cap_mb < 1:
@@ -168,9 +264,51 @@ class AcceleratorConfig:
 
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = "auto"
     """Where to compute. auto: the accelerator of this machine, else the CPU."""
-    mixed_precision: Literal["no", "bf16"] = "no"
-    """bf16: forward and loss under autocast, in every topology; parameters, gradients and optimizer stay fp32."""
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    """bf16, fp16: forward and loss under autocast, in every topology; parameters, gradients and optimizer stay fp32."""
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    """How the loss is scaled under fp16."""
+    deterministic: bool = False
+    """Let torch use deterministic algorithms only: the same bits in every run on the same machine, slower."""
+    activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
+    """Of every unit whose rule does not say otherwise."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    """Compilation unit by unit."""
     gradient_accumulation: GradientAccumulationConfig = field(default_factory=GradientAccumulationConfig)
+    """Microbatches."""
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """Knobs of FSDP2."""
     ddp: DDPConfig = field(default_factory=DDPConfig)
+    """Knobs of DDP."""
     process_group: ProcessGroupConfig = field(default_factory=ProcessGroupConfig)
+    """Knobs of the process group."""
+
+    def __post_init__(self) -> None:
+        for flag, dtype in (
+            ("fsdp.param-dtype", self.fsdp.param_dtype),
+            ("fsdp.reduce-dtype", self.fsdp.reduce_dtype),
+            ("ddp.reduce-dtype", self.ddp.reduce_dtype),
+        ):
+            self.check_scaled(f"--accelerator.{flag}", dtype)
+
+    def check_scaled(self, name: str, dtype: Dtype) -> None:
+        """Raise `ConfigError` for gradients that pass through fp16 unless the loss is scaled for it."""
+        if dtype == "fp16" and self.mixed_precision != "fp16":
+            raise ConfigError(
+                f"{name} fp16: without --accelerator.mixed-precision fp16 no loss scale keeps gradients within its "
+                "range; set that, or use bf16"
+            )
+
+
+def check_reshard(value: bool | int | None, where: str) -> None:
+    """Raise `ConfigError` unless `value` can be a `reshard_after_forward`; `where` says whose it is."""
+    if not isinstance(value, bool) and value is not None and value < 2:
+        name = f"{where}.reshard-after-forward" if where.startswith("--") else f"{where}: reshard_after_forward"
+        raise ConfigError(f"{name} {value}: as a number it is the ranks to reshard over, at least 2; or True or False")
+
+
+def check_prefetch(value: int | None, where: str) -> None:
+    """Raise `ConfigError` unless `value` can be a `prefetch`; `where` says whose it is."""
+    if value is not None and value < 0:
+        name = f"{where}.prefetch" if where.startswith("--") else f"{where}: prefetch"
+        raise ConfigError(f"{name} {value}: must be at least 0, or None to leave it to FSDP2")

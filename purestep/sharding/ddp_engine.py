@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from purestep.sharding.engines import LocalEngine, Session
 from purestep.sharding.leaves import ModuleLeaves
+from purestep.sharding.reduction import mean_in
 from purestep.sharding.runtime import Runtime
 from purestep.sharding.spec import ShardingSpec
 from purestep.state.placement import is_dtensor
@@ -111,11 +112,15 @@ class DDPEngine(LocalEngine):
         ddp = nn.parallel.DistributedDataParallel
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(ddp).parameters else "broadcast_buffers"
         # Syncing copies rank 0's values over the others': a state is equal on all ranks already, and not ours to write.
-        return ddp(
+        built = ddp(
             self._entry,
             device_ids=[device.index] if device.type == "cuda" else None,
             **{**options, buffers: False, "init_sync": False},
         )
+        reduce_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.runtime.config.ddp.reduce_dtype)
+        if reduce_dtype is not None:
+            built.register_comm_hook(None, mean_in(reduce_dtype))
+        return built
 
     def _route(self, method: str) -> None:
         """Let `model.method(...)` inside a differentiated session go through DDP, so that its reducer takes part."""

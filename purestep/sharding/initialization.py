@@ -1,48 +1,59 @@
 """Initial values: the same bits for a key, whatever the topology, the world size, or the ambient RNG.
 
-Modules are initialized one by one, each under a key derived from its path, on the CPU, by its own `reset_parameters()`
-(the convention of torch.nn), then by the root's `_init_weights(module)` where it has one (the convention of nanoGPT and
-transformers). A module whose children hold parameters and which has a `reset_parameters()` of its own is initialized
-as a whole, children first. Only this rank's block of each value is kept, so the peak is the state plus one such module.
+A module's own initializers draw them (`initializers.py`), one after the other, on the CPU, each under a key derived
+from its module's path. Only this rank's block of each value is kept, so the peak is the state plus what one initializer
+reaches, and a meta-device model is never in memory as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import logging
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from purestep.sharding.leaves import Leaf, ModuleLeaves, Slot
+from purestep.sharding.initializers import initialize
+from purestep.sharding.leaves import Leaf, ModuleLeaves
+from purestep.sharding.loss_scale import initial_extra
 from purestep.state.collective import gather_objects
 from purestep.state.digests import block_digest
 from purestep.state.keys import Key
-from purestep.state.placement import block_of, copy_block, empty_leaf, is_dtensor
+from purestep.state.placement import block_of, copy_block, empty_leaf, is_dtensor, local_tensor
 from purestep.state.train_state import TrainState, clone_leaf, make_state
 
 if TYPE_CHECKING:
     from purestep.sharding.pure_module import PureModule
 
-_UNSET = 0xA5  # every byte of a tensor before its module initializes it
-_StandIns = dict[int, tuple[Tensor, int, Tensor | None]]  # by id: itself, its version, a copy if it was not blank
+_log = logging.getLogger("purestep")
 
 
-def init(module: PureModule, optimizer: Any, key: Key) -> TrainState:
+def init(
+    module: PureModule,
+    optimizer: Any,
+    key: Key,
+    *,
+    params: Mapping[str, Tensor] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+) -> TrainState:
     """The first state of a run. Collective where there are several processes.
 
     Args:
         module: from `ps.shard`.
         optimizer: anything with `init(params) -> opt_state`.
         key: the run's base key. Parameters come from `key.fold_in("init", module path)`.
+        params: parameters by name that are used as they are (from `ps.load_params`, say); the others are initialized.
+            They become leaves of the state, not copies.
+        buffers: likewise for buffers.
 
     Returns:
-        A state at step 0, on the runtime's device, placed as the module is. Its `digest()` depends on the key and the
-        model alone. What no `reset_parameters()` sets keeps the value the constructor gave it.
+        A state at step 0, on the runtime's device, placed as the module is. Its `digest()` depends on the key, the
+        model and what was given alone. What no initializer of the model sets keeps the value the constructor gave it.
 
     Raises:
-        ValueError: a meta-device leaf that nothing initializes; a leaf the constructor set differently on each rank.
+        ValueError: a meta-device leaf that nothing initializes; a leaf the constructor set differently on each rank;
+            a given leaf that the module does not have, or that does not fit.
         TypeError: `key` is no Key.
 
     >>> import torch, purestep as ps
@@ -50,23 +61,30 @@ def init(module: PureModule, optimizer: Any, key: Key) -> TrainState:
     >>> a, b = (ps.init(module, ps.sgd(0.1), ps.key(0)) for _ in range(2))
     >>> a.digest() == b.digest()
     True
+    >>> ps.init(module, ps.sgd(0.1), ps.key(0), params={"bias": torch.ones(1)}).params["bias"]
+    tensor([1.])
     """
     if not isinstance(key, Key):
         raise TypeError(f"ps.init takes a Key, got {type(key).__name__}; make one with ps.key(seed)")
-    wanted = {**module.abstract_params(), **module.abstract_buffers()}
-    leaves = {**module.leaves.params, **module.leaves.buffers}
-    values: dict[str, Tensor] = {}
-    device = module.runtime.device
-    for slot, value in _initial_values(module.module, leaves, key.fold_in("init")):
-        leaf = empty_leaf(wanted[slot.name], device)
-        copy_block(leaf, value)
-        values[slot.name] = leaf
-        del value  # before the next module's are made
-    _keep_the_rest(module, leaves, values)
-    params = {name: values[name] for name in module.leaves.params}
-    buffers = {name: values[name] for name in module.leaves.buffers}
-    opt_state = optimizer.init({name: params[name] for name in module.trainable})
-    return make_state(step=0, params=params, buffers=buffers, opt_state=opt_state, key=key, ema=None, extra={})
+    abstract = {"params": module.abstract_params(), "buffers": module.abstract_buffers()}
+    given = {"params": dict(params or {}), "buffers": dict(buffers or {})}
+    for what, tensors in given.items():
+        for name, tensor in tensors.items():
+            _check_given(f"{what}[{name!r}]", tensor, abstract[what].get(name), module.runtime.device)
+    values = {**given["params"], **given["buffers"]}
+    _draw(module, {**abstract["params"], **abstract["buffers"]}, values, key.fold_in("init"))
+    _keep_the_rest(module, values)
+    placed = {name: values[name] for name in module.leaves.params}
+    trained = {name: placed[name] for name in module.trainable}
+    return make_state(
+        step=0,
+        params=placed,
+        buffers={name: values[name] for name in module.leaves.buffers},
+        opt_state=optimizer.init(trained),
+        key=key,
+        ema=_averages(optimizer, trained),
+        extra=initial_extra(module.runtime),
+    )
 
 
 def abstract_state(module: PureModule, optimizer: Any) -> TrainState:
@@ -77,30 +95,42 @@ def abstract_state(module: PureModule, optimizer: Any) -> TrainState:
     tensor(..., device='meta', size=(1, 2))
     """
     params = module.abstract_params()
-    opt_state = optimizer.init({name: params[name] for name in module.trainable})
+    trained = {name: params[name] for name in module.trainable}
     return make_state(
         step=0,
         params=params,
         buffers=module.abstract_buffers(),
-        opt_state=opt_state,
+        opt_state=optimizer.init(trained),
         key=Key(b"\0" * 16),
-        ema=None,
-        extra={},
+        ema=_averages(optimizer, trained),
+        extra=initial_extra(module.runtime, device="meta"),
     )
+
+
+def _averages(optimizer: Any, params: dict[str, Tensor]) -> Mapping[str, Tensor] | None:
+    """What an optimizer such as `with_ema` averages the parameters into."""
+    method = getattr(optimizer, "init_ema", None)
+    return None if method is None else method(params)
 
 
 def initialize_constants(model: nn.Module, leaves: ModuleLeaves, device: torch.device) -> None:
     """Give meta-device non-persistent buffers the values their modules compute, and move all to `device`."""
-    missing = {name: leaf for name, leaf in leaves.constants.items() if _tensor_at(leaf.slots[0]).is_meta}
-    # All before the first is placed: a module being initialized gets its own tensors back afterwards.
-    values = {slot.name: value for slot, value in _initial_values(model, missing, Key(b"\0" * 16))}
-    for name, leaf in missing.items():
-        if name not in values:
-            raise ValueError(_unset_message(leaf))
-        for place in leaf.slots:
-            place.module._buffers[place.attr] = values[name]
+    missing = {name: leaf for name, leaf in leaves.constants.items() if _tensor_of(leaf).is_meta}
+    if missing:
+        values: dict[str, Tensor] = {}
+        everything = {**leaves.params, **leaves.buffers, **leaves.constants}
+        holders = {id(leaf.slots[0].module) for leaf in missing.values()}
+        # Their own modules first: a module further up may touch all there is.
+        for within in (lambda call: id(call.module) in holders, lambda call: True):
+            if values.keys() != missing.keys():
+                initialize(model, everything, set(missing), Key(b"\0" * 16), values.__setitem__, within=within)
+        for name, leaf in missing.items():
+            if name not in values:
+                raise ValueError(_unset_message(leaf))
+            for place in leaf.slots:
+                place.module._buffers[place.attr] = values[name]
     for leaf in leaves.constants.values():
-        moved = _tensor_at(leaf.slots[0]).to(device)
+        moved = _tensor_of(leaf).to(device)
         for place in leaf.slots:
             place.module._buffers[place.attr] = moved
 
@@ -108,18 +138,35 @@ def initialize_constants(model: nn.Module, leaves: ModuleLeaves, device: torch.d
 def kept_digests(model: nn.Module, leaves: ModuleLeaves) -> dict[str, int]:
     """Content sums of what the constructor set, to be compared between ranks if `init` has to keep it."""
     everything = {**leaves.params, **leaves.buffers, **leaves.constants}
-    real = {name: _tensor_at(leaf.slots[0]) for name, leaf in everything.items()}
+    real = {name: _tensor_of(leaf) for name, leaf in everything.items()}
     return {name: block_digest(block_of(tensor.detach())) for name, tensor in real.items() if not tensor.is_meta}
 
 
 def constructed_values(leaves: ModuleLeaves) -> dict[str, Tensor]:
     """The leaves of a state as the constructor set them, placed as they are now; without those on the meta device."""
     real = {name: leaf for name, leaf in {**leaves.params, **leaves.buffers}.items() if not leaf.is_meta}
-    return {name: _tensor_at(leaf.slots[0]).detach() for name, leaf in real.items()}
+    return {name: _tensor_of(leaf).detach() for name, leaf in real.items()}
 
 
-def _keep_the_rest(module: PureModule, leaves: Mapping[str, Leaf], values: dict[str, Tensor]) -> None:
+def _draw(module: PureModule, abstract: Mapping[str, Tensor], values: dict[str, Tensor], key: Key) -> None:
+    """Add to `values`, which holds what was given, all that the model's initializers set."""
+    leaves = {**module.leaves.params, **module.leaves.buffers}
+    given = set(values)
+
+    def take(name: str, value: Tensor) -> None:
+        if name not in values:
+            values[name] = empty_leaf(abstract[name], module.runtime.device)
+        copy_block(values[name], value)
+
+    wanted = set(leaves) - given
+    if wanted:
+        initialize(module.module, {**leaves, **module.leaves.constants}, wanted, key, take)
+    _report_other_distributions(module, {name: value for name, value in values.items() if name not in given})
+
+
+def _keep_the_rest(module: PureModule, values: dict[str, Tensor]) -> None:
     """Leaves that nothing initialized keep the constructor's value, which must be one value on all ranks."""
+    leaves = {**module.leaves.params, **module.leaves.buffers}
     kept = [name for name in leaves if name not in values]
     tables = gather_objects({name: module.kept.get(name) for name in (*kept, *module.leaves.constants)})
     for name in kept:
@@ -138,120 +185,67 @@ def _keep_the_rest(module: PureModule, leaves: Mapping[str, Leaf], values: dict[
         values[name] = clone_leaf(current if is_dtensor(current) else current.to(module.runtime.device))
 
 
-def _initial_values(model: nn.Module, leaves: Mapping[str, Leaf], key: Key) -> Iterator[tuple[Slot, Tensor]]:
-    """(first slot, whole CPU value) of each of `leaves` that its module, or one around it, initializes."""
-    # A tied leaf takes the value of its first place; what the others draw is dropped.
-    wanted = {leaf.slots[0].name for leaf in leaves.values()}
-    holders = {id(leaf.slots[0].module) for leaf in leaves.values()}
-    for members in _groups("", model, holders):
-        slots = [Slot(m, path, attr) for path, m in members for table in (m._parameters, m._buffers) for attr in table]
-        slots = [slot for slot in slots if _table(slot)[slot.attr] is not None]
-        with _blank(slots) as before:
-            for path, member in members:
-                _run_initializers(model, member, key.fold_in(path))
-            for slot in slots:
-                if slot.name in wanted and _was_set(_tensor_at(slot), before):
-                    yield slot, _tensor_at(slot).detach()
-        del before, slots  # not kept while the next group gets its own
+def _check_given(what: str, tensor: Tensor, wanted: Tensor | None, device: torch.device) -> None:
+    if wanted is None:
+        raise ValueError(f"{what} is no leaf of this module; a tied one is given under its first name (module.ties)")
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what} is a {type(tensor).__name__}; ps.init takes tensors")
+    found, expected = _geometry(tensor), _geometry(wanted)
+    if found != expected:
+        raise ValueError(f"{what} does not fit this module: got {found}, expected {expected}")
+    if local_tensor(tensor).device.type != device.type:
+        raise ValueError(
+            f"{what} is on {local_tensor(tensor).device}, and the module computes on {device}; move it there"
+        )
 
 
-def _groups(path: str, module: nn.Module, holders: set[int]) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Modules to initialize together, children first: those under one that initializes itself, else one by one."""
-    if not any(id(m) in holders for m in module.modules()):
-        return
-    if _initializer(module) is not None:
-        yield [(_join(path, p), m) for p, m in module.named_modules()][::-1]
-        return
-    if id(module) in holders:
-        yield [(path, module)]
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _groups(_join(path, name), child, holders)
+def _geometry(tensor: Tensor) -> str:
+    placement = f" placed as {tensor.placements}" if is_dtensor(tensor) else ""  # type: ignore[attr-defined]
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{placement}"
 
 
-def _initializer(module: nn.Module) -> Callable[[], Any] | None:
-    for name in ("reset_parameters", "_reset_parameters"):  # the latter: nn.MultiheadAttention, nn.Transformer
-        method = getattr(module, name, None)
-        if callable(method):
-            return method
-    return None
+def _report_other_distributions(module: PureModule, drawn: Mapping[str, Tensor]) -> None:
+    """Say which leaves the constructor had filled in another way than the initializers that were run.
 
-
-def _run_initializers(root: nn.Module, module: nn.Module, key: Key) -> None:
-    with key.scope("cpu"), torch.no_grad():
-        method = _initializer(module)
-        if method is not None:
-            method()
-        convention = getattr(root, "_init_weights", None)
-        if callable(convention):
-            convention(module)
-
-
-@contextmanager
-def _blank(slots: list[Slot]) -> Iterator[_StandIns]:
-    """Put whole CPU stand-ins into `slots`, and what was there back afterwards.
-
-    Parameters start blank, buffers with the constructor's value where there is one (a `reset_parameters` may read it).
-
-    Yields:
-        The stand-ins as they are at the start, for `_was_set`.
+    A model that is built on a real device may owe its values to its constructor (or to a file), and its layers'
+    `reset_parameters()` are not where they come from.
     """
-    old = [(slot, _tensor_at(slot)) for slot in slots]
-    stand_ins: dict[int, Tensor] = {}
-    before: _StandIns = {}
-    try:
-        for slot, tensor in old:
-            if id(tensor) not in stand_ins:
-                keep = slot.attr in slot.module._buffers and not tensor.is_meta
-                stand_in = _stand_in(tensor.detach(), keep=keep)
-                copy = stand_in.clone() if keep else None
-                if slot.attr in slot.module._parameters:
-                    stand_in = nn.Parameter(stand_in, tensor.requires_grad)
-                stand_ins[id(tensor)] = stand_in
-                before[id(stand_in)] = (stand_in, stand_in._version, copy)
-            _table(slot)[slot.attr] = stand_ins[id(tensor)]
-        yield before
-    finally:
-        for slot, tensor in old:
-            _table(slot)[slot.attr] = tensor
+    built = module.constructed
+    names = [n for n in drawn if n in built and _other_distribution(local_tensor(drawn[n]), local_tensor(built[n]))]
+    if names:
+        _log.warning(
+            "ps.init drew %d parameters of %s otherwise than its constructor had: %s. The initializers of its modules "
+            "(reset_parameters(), init_weights(), _init_weights(module)) were run; values that only the constructor, "
+            "or a file, gave it are kept by ps.init(..., params=ps.load_params(module)[0])",
+            len(names),
+            type(module.module).__name__,
+            _some(names),
+        )
 
 
-def _stand_in(tensor: Tensor, *, keep: bool) -> Tensor:
-    if keep:
-        return tensor.to("cpu", copy=True)
-    blank = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    if blank.numel():
-        blank.view(-1).view(torch.uint8).fill_(_UNSET)
-    return blank
+def _other_distribution(drawn: Tensor, built: Tensor) -> bool:
+    """Whether two samples cannot well be of one distribution: one is constant, or the spread is another."""
+    if drawn.numel() < 2 or not drawn.is_floating_point():
+        return False
+    drawn, built = drawn.detach().float().flatten(), built.detach().float().flatten().to(drawn.device)
+    constant = [bool((x == x[0]).all()) for x in (drawn, built)]
+    if any(constant):
+        return constant != [True, True] or bool(drawn[0] != built[0])
+    ratio = float(drawn.std() / built.std())
+    return drawn.numel() >= 1024 and not 0.75 < ratio < 1.33  # ten standard errors and more
 
 
-def _was_set(value: Tensor, before: _StandIns) -> bool:
-    if id(value) not in before:
-        return True  # replaced by an assignment
-    _, version, copy = before[id(value)]
-    if value.numel() == 0 or value._version != version:
-        return True
-    # Writes through .data leave the version alone, hence the values.
-    bits = _bits(value.detach())
-    return not bool((bits == _UNSET).all()) if copy is None else not torch.equal(bits, _bits(copy))
+def _some(names: Iterable[str], limit: int = 4) -> str:
+    names = list(names)
+    return ", ".join(names[:limit]) + (f", ... ({len(names)} in all)" if len(names) > limit else "")
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _table(slot: Slot) -> dict[str, Any]:
-    return slot.module._parameters if slot.attr in slot.module._parameters else slot.module._buffers
-
-
-def _tensor_at(slot: Slot) -> Tensor:
-    tensor = _table(slot)[slot.attr]
+def _tensor_of(leaf: Leaf) -> Tensor:
+    slot = leaf.slots[0]
+    table = slot.module._parameters if slot.attr in slot.module._parameters else slot.module._buffers
+    tensor = table[slot.attr]
     assert tensor is not None
     return tensor
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name
 
 
 def _unset_message(leaf: Leaf) -> str:
@@ -259,6 +253,6 @@ def _unset_message(leaf: Leaf) -> str:
     return (
         f"nothing initializes {leaf.name!r}: its module {slot.path or 'the root'} "
         f"({type(slot.module).__name__}) was built on "
-        f"the meta device and its reset_parameters() does not set {slot.attr!r}; write one that does, or build the "
-        "model on a real device"
+        f"the meta device and its reset_parameters() does not set {slot.attr!r}, nor does another initializer of the "
+        "model (init_weights(), _init_weights(module)); write one that does, or build the model on a real device"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,14 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from purestep.sharding.config import Topology
+from purestep.sharding.detection import find_spec
 from purestep.sharding.engines import Engine, LocalEngine, Session
 from purestep.sharding.initialization import constructed_values, initialize_constants, kept_digests
 from purestep.sharding.leaves import leaves_of
 from purestep.sharding.plan import Plan
 from purestep.sharding.reduction import mean_buffers
+from purestep.sharding.rules import ShardingSpec
 from purestep.sharding.runtime import Runtime, local_runtime
-from purestep.sharding.spec import ShardingSpec, spec_of
+from purestep.sharding.spec import frozen_names
+from purestep.sharding.wrapping import wrap_units
 from purestep.state.keys import Key
+
+_log = logging.getLogger("purestep")
 
 
 class PureModule:
@@ -35,6 +41,7 @@ class PureModule:
         self.kept = kept_digests(model, self.leaves) if runtime.world_size > 1 else {}
         initialize_constants(model, self.leaves, runtime.device)
         self._training = model.training
+        wrap_units(model, plan, compile_mode=runtime.config.compile.mode)
         self._engine = self._build_engine()
         # Held here, because a sharded module's own parameters become those of the state it was last bound to.
         self.constructed = constructed_values(self.leaves)
@@ -99,7 +106,7 @@ class PureModule:
             with self.runtime.autocast():
                 out = target(*args, **kwargs)
             new_buffers = session.new_buffers()
-        return out, mean_buffers(self.runtime, new_buffers, buffers) if train else new_buffers
+        return out, mean_buffers(self.runtime, new_buffers, buffers)() if train else new_buffers
 
     @contextmanager
     def session(
@@ -117,6 +124,14 @@ class PureModule:
     ) -> Iterator[Session]:
         """Bind a state for calls without gradients, in eval mode."""
         with torch.no_grad(), self._engine.applying(params, buffers, train=train) as session:
+            yield session
+
+    @contextmanager
+    def binding(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, train: bool = True
+    ) -> Iterator[Session]:
+        """Bind a state for calls that torch's own autograd, or torch.func, sees through: in local topologies."""
+        with self._engine.applying(params, buffers, train=train) as session:
             yield session
 
     def abstract_params(self) -> dict[str, Tensor]:
@@ -166,7 +181,8 @@ def shard(model: nn.Module, spec: ShardingSpec | None = None, runtime: Runtime |
 
     Args:
         model: any module, on any device, not yet wrapped in DDP or FSDP.
-        spec: how it maps to units; default the model's own `sharding_spec`, else a single unit.
+        spec: how it maps to units; default the model's own `sharding_spec`, else what is found in the model. What it
+            freezes does not require a gradient from here on.
         runtime: from `ps.start`; default this process alone.
 
     Raises:
@@ -181,11 +197,29 @@ def shard(model: nn.Module, spec: ShardingSpec | None = None, runtime: Runtime |
         raise TypeError(f"ps.shard takes an nn.Module, got {type(model).__name__}")
     _refuse_wrapped(model)
     runtime = runtime if runtime is not None else local_runtime(_device_of(model))
-    spec = spec_of(model, spec)
-    plan = spec.resolve(model, runtime.topology, runtime.config.fsdp)
+    spec, source = find_spec(model, spec)
+    plan = spec.resolve(model, runtime.topology, accelerator=runtime.config, source=source)
+    _freeze(model, spec)
     if runtime.topology.is_sharded:
-        _move(model, runtime.device)
+        _log_source(model, plan)
+        _lay_out(model, runtime.device)
     return PureModule(model, spec, plan, runtime)
+
+
+def _freeze(model: nn.Module, spec: ShardingSpec) -> None:
+    """Freeze the parameters that a rule takes, a tied one by any of its names."""
+    leaves = leaves_of(model)
+    for name in frozen_names(spec, leaves):
+        slot = leaves.params[name].slots[0]
+        slot.module._parameters[slot.attr].requires_grad_(False)  # type: ignore[union-attr]
+
+
+def _log_source(model: nn.Module, plan: Plan) -> None:
+    """Say where the units come from if nobody wrote them down for this model."""
+    if plan.source not in ("config", "model"):
+        _log.info(
+            "sharding %s into %d units; spec from %s", type(model).__name__, len(plan.units), plan.source or "nothing"
+        )
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
@@ -204,8 +238,10 @@ def _device_of(model: nn.Module) -> torch.device:
     return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
 
-def _move(model: nn.Module, device: torch.device) -> None:
-    """Move what is real to `device`, in place: FSDP2 shards only what is there already."""
+def _lay_out(model: nn.Module, device: torch.device) -> None:
+    """Move what is real to `device` and make it row-major, in place: FSDP2 takes only what is so already."""
     for parameter in model.parameters():
         if not parameter.is_meta and parameter.device != device:
             parameter.data = parameter.data.to(device)
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()

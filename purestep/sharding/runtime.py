@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 
 from purestep.sharding.config import AcceleratorConfig, ConfigError, ParallelismConfig, Topology
-from purestep.sharding.environment import launched_on_cpu, launched_world_size, refuse_interference, without_launcher
+from purestep.sharding.connecting import build_mesh, join, leave
+from purestep.sharding.determinism import deterministic_algorithms
+from purestep.sharding.environment import launched_on_cpu, refuse_interference
+from purestep.sharding.failures import report
+from purestep.sharding.launching import Launch, launch_of
 from purestep.state.checkpoint.background import finish_running
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.distributed.device_mesh import DeviceMesh
 
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _open: Runtime | None = None
-_store: Any = None  # where the processes meet; it outlives a runtime, so that a second one in a process meets there too
-_generation = 0
 
 
 @dataclass(eq=False)
@@ -39,6 +42,11 @@ class Runtime:
     """None for local; ("dp_replicate",), ("dp_shard",) or both otherwise."""
     accelerator: Accelerator | None = None
     """None only for the default local runtime of `ps.shard`."""
+    local_rank: int = 0
+    """This process among those of its machine."""
+    _store: Any = field(default=None, repr=False)
+    _undo: ExitStack = field(default_factory=ExitStack, repr=False)
+    """Puts back what was set for the whole process: variables of the environment, torch's switches."""
 
     @property
     def world_size(self) -> int:
@@ -67,7 +75,8 @@ class Runtime:
 
     def autocast(self) -> AbstractContextManager:
         """The mixed-precision context for a forward and its loss."""
-        return nullcontext() if self.accelerator is None else self.accelerator.autocast()
+        dtype = _AUTOCAST.get(self.config.mixed_precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Sum (or "max") `tensor` over all ranks, in place."""
@@ -88,23 +97,20 @@ class Runtime:
             return
         _open = None
         atexit.unregister(self.close)
-        from accelerate.state import AcceleratorState, GradientState
-
-        try:
-            if self.accelerator is not None:
-                for tracker in self.accelerator.trackers:
-                    tracker.finish()
-        finally:
-            finish_running()  # saves in flight need the process group
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
+        with ExitStack() as ending:  # from the last to the first, each of them whatever happens to the others
+            ending.callback(self._undo.close)
+            ending.callback(_forget_accelerate)
+            ending.callback(leave)
+            ending.callback(finish_running)  # saves in flight need the process group
+            for tracker in [] if self.accelerator is None else self.accelerator.trackers:
+                ending.callback(tracker.finish)
 
     def __enter__(self) -> Runtime:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception | KeyboardInterrupt) and self._store is not None and _open is self:
+            report(error, self._store, self.rank, self.world_size)
         self.close()
 
 
@@ -117,8 +123,9 @@ def start(
 ) -> Runtime:
     """Start this process's part of a run: device, process group, mesh, Accelerator.
 
-    The number of processes comes from the launcher (torchrun, `accelerate launch`); how they divide the work from
-    `parallelism`. Everything is checked before a process group exists.
+    The number of processes comes from the launcher (torchrun, `accelerate launch`, `srun`); how they divide the work
+    from `parallelism`. Everything is checked before a process group exists. If one of several processes fails, the
+    errors of the others say so, provided that the runtime is used in a `with` block.
 
     Args:
         parallelism: the two degrees; default one process, or DDP over all that were launched.
@@ -128,7 +135,8 @@ def start(
 
     Raises:
         ConfigError: the degrees do not fit the processes, the device is not here, or the environment interferes.
-        RuntimeError: a runtime is already open in this process.
+        RuntimeError: a runtime is already open in this process, or the other processes were not there within the
+            timeout of the process group.
 
     >>> import purestep as ps
     >>> with ps.start(accelerator=ps.AcceleratorConfig(device="cpu")) as runtime:
@@ -142,20 +150,24 @@ def start(
             "a runtime is already open in this process; close it first (runtime.close(), or a with block)"
         )
     refuse_interference(config)
-    topology = parallelism.resolve(launched_world_size())
+    launch = launch_of()
+    topology = parallelism.resolve(launch.world_size)
     device_type = choose_device(config.device, topology)
-    _open = Runtime(topology=topology, device=torch.device(device_type), config=config)
+    _open = Runtime(topology, torch.device(device_type), config, local_rank=launch.local_rank)
     atexit.register(_open.close)
     try:
-        _open.accelerator = _build_accelerator(config, topology, device_type, log_with, project_dir)
-        _open.device = _open.accelerator.device if device_type != "cpu" else _open.device
-        _open.mesh = _build_mesh(topology, device_type)
-        # Everybody is connected to everybody: a rank that fails right away does not take others down at their start.
-        _open.all_reduce(torch.zeros(1, device=_open.device))
+        _connect(_open, launch, log_with, project_dir)
     except BaseException:
         _open.close()
         raise
     return _open
+
+
+def _forget_accelerate() -> None:
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def local_runtime(device: torch.device | str = "cpu") -> Runtime:
@@ -192,10 +204,27 @@ def _devices() -> list[tuple[str, bool]]:
     ]
 
 
-def _build_accelerator(
-    config: AcceleratorConfig, topology: Topology, device_type: str, log_with: Any, project_dir: Any
-) -> Accelerator:
-    from accelerate import Accelerator, PartialState
+def _connect(runtime: Runtime, launch: Launch, log_with: Any, project_dir: Any) -> None:
+    """Set up everything of a runtime that has to be given back."""
+    config, device_type = runtime.config, runtime.device.type
+    if config.deterministic:
+        runtime._undo.enter_context(deterministic_algorithms(device_type))
+    timeout = timedelta(seconds=config.process_group.timeout_s)
+    if runtime.world_size == 1:
+        with launch.in_environment():
+            runtime.accelerator = _build_accelerator(config, device_type, log_with, project_dir)
+    else:
+        runtime._undo.enter_context(launch.in_environment())
+        runtime._store = join(launch, device_type, timeout)
+        runtime.accelerator = _build_accelerator(config, device_type, log_with, project_dir)
+    runtime.device = runtime.accelerator.device if device_type != "cpu" else runtime.device
+    runtime.mesh = build_mesh(runtime.topology, device_type, timeout)
+    # Everybody is connected to everybody: a rank that fails right away does not take others down at their start.
+    runtime.all_reduce(torch.zeros(1, device=runtime.device))
+
+
+def _build_accelerator(config: AcceleratorConfig, device_type: str, log_with: Any, project_dir: Any) -> Accelerator:
+    from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
 
     ddp = DistributedDataParallelKwargs(
@@ -203,43 +232,12 @@ def _build_accelerator(
         find_unused_parameters=config.ddp.find_unused_parameters,
         static_graph=config.ddp.static_graph,
     )
-    with without_launcher() if topology.world_size == 1 else nullcontext():
-        if topology.world_size > 1:
-            timeout = timedelta(seconds=config.process_group.timeout_s)
-            PartialState(cpu=device_type == "cpu", timeout=timeout, **_meeting_place(timeout))
-        return Accelerator(
-            cpu=device_type == "cpu",
-            mixed_precision=config.mixed_precision,
-            gradient_accumulation_steps=config.gradient_accumulation.steps,
-            kwargs_handlers=[ddp],
-            log_with=log_with,
-            project_dir=project_dir,
-        )
-
-
-def _meeting_place(timeout: timedelta) -> dict[str, Any]:
-    """Store, rank and world size for a process group.
-
-    A second process group must not find the keys of the first, nor meet a store that its rank 0 is about to close: one
-    store a process, one prefix a process group.
-    """
-    global _store, _generation
-    from torch.distributed.rendezvous import rendezvous
-
-    if _store is None:
-        _store = next(iter(rendezvous("env://", timeout=timeout)))
-    store, rank, world_size = _store
-    _generation += 1
-    prefixed = torch.distributed.PrefixStore(f"purestep/{_generation}", store)
-    return {"store": prefixed, "rank": rank, "world_size": world_size}
-
-
-def _build_mesh(topology: Topology, device_type: str) -> DeviceMesh | None:
-    if topology.kind == "local":
-        return None
-    from torch.distributed.device_mesh import init_device_mesh
-
-    # A (N, 1) or (1, N) mesh would work too, at the price of collectives over groups of one.
-    degrees = {"dp_replicate": topology.replicate, "dp_shard": topology.shard}
-    names = tuple(name for name, degree in degrees.items() if degree > 1)
-    return init_device_mesh(device_type, tuple(degrees[name] for name in names), mesh_dim_names=names)
+    return Accelerator(
+        cpu=device_type == "cpu",
+        # accelerate's fp16 brings a gradient scaler of its own, and refuses the CPU: see `Runtime.autocast`.
+        mixed_precision=config.mixed_precision if config.mixed_precision == "bf16" else "no",
+        gradient_accumulation_steps=config.gradient_accumulation.steps,
+        kwargs_handlers=[ddp],
+        log_with=log_with,
+        project_dir=project_dir,
+    )

@@ -1,141 +1,100 @@
-"""`ShardingSpec`: ordered rules, as data, that map a module to FSDP2 units."""
+"""A spec applied to a model: which rule takes which module, and how each unit is run."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
-from purestep.sharding.config import ConfigError, FSDPConfig, Topology
+from purestep.sharding.config import AcceleratorConfig, ActivationCheckpointing, FSDPConfig, Topology
+from purestep.sharding.detection import find_spec, spec_of
 from purestep.sharding.leaves import Leaf, ModuleLeaves, leaves_of
-from purestep.sharding.plan import Plan, PlanParam, PlanUnit
+from purestep.sharding.legality import check_settings, check_units, split_by_dtype
+from purestep.sharding.module_paths import named, outer_unit, takes, unit_of
+from purestep.sharding.plan import Plan, PlanParam, PlanStep, PlanUnit, UnitSettings
+from purestep.sharding.plan_leaves import buffers_of
+from purestep.sharding.rules import ShardingError, ShardingSpec, Unit, near, pattern
+
+__all__ = ["ShardingError", "ShardingSpec", "Unit", "frozen_names", "resolve", "spec_of"]
 
 
-class ShardingError(ConfigError):
-    """A spec that does not fit its model; the message names the rule or the parameter, and the fix."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A rule: which modules become FSDP2 units, and how."""
-
-    match: str
-    """Glob on module paths, or a class name. In a glob `*` is one path segment and `**` any number of them."""
-    reshard_after_forward: bool | None = None
-    """Free the gathered parameters between forward and backward. None: as `FSDPConfig` says."""
-
-
-@dataclass(frozen=True)
-class ShardingSpec:
-    """How a model maps to units of sharding and to entry points. Inert in topologies that do not shard.
-
-    A model may carry its own as a class attribute `sharding_spec`.
-
-    >>> spec = ShardingSpec(units=("blocks.*",), forward_methods=("encode",))
-    >>> spec.units[0]
-    Unit(match='blocks.*', reshard_after_forward=None)
-    """
-
-    units: tuple[Unit, ...] = ()
-    """Rules; a string stands for `Unit(string)`. What no rule takes belongs to the root unit."""
-    forward_methods: tuple[str, ...] = ()
-    """Methods of the model, beside `forward`, that a step or an `apply` may call."""
-    root: tuple[str, ...] = ()
-    """Globs of repeated blocks that are meant to stay in the root unit."""
-
-    def __post_init__(self) -> None:
-        units = tuple(unit if isinstance(unit, Unit) else Unit(unit) for unit in _strings("units", self.units))
-        object.__setattr__(self, "units", units)
-        object.__setattr__(self, "forward_methods", tuple(_strings("forward_methods", self.forward_methods)))
-        object.__setattr__(self, "root", tuple(_strings("root", self.root)))
-
-    def resolve(self, model: nn.Module, topology: Topology, fsdp: FSDPConfig | None = None) -> Plan:
-        """The plan of `model` under this spec: pure, and as good on a meta model as on a real one.
-
-        Args:
-            model: not yet sharded; on any device.
-            topology: from `ParallelismConfig.resolve`.
-            fsdp: knobs for what the rules leave open.
-
-        Raises:
-            ShardingError: a rule matches nothing; an unknown forward method; and, when `topology` shards, weights tied
-                across units, repeated blocks that no rule takes, 0-d parameters, mixed dtypes in a unit, or units that
-                cannot be hooked.
-        """
-        fsdp, leaves = fsdp or FSDPConfig(), leaves_of(model)
-        _check_methods(model, self.forward_methods)
-        rules = _match(self, model)
-        owners = {name: _owners(leaf, rules) for name, leaf in leaves.params.items()}
-        if topology.is_sharded:
-            _check_shardable(self, model, leaves, rules, owners)
-        return Plan(
-            topology=topology,
-            units=tuple(_plan_units(model, leaves, rules, owners, topology, fsdp)),
-            forward_methods=self.forward_methods,
-        )
-
-
-def spec_of(model: nn.Module, spec: ShardingSpec | None = None) -> ShardingSpec:
-    """`spec` if given, else the model's own `sharding_spec`, else one that makes the model a single unit."""
-    if spec is None:
-        spec = getattr(model, "sharding_spec", None) or ShardingSpec()
-    if not isinstance(spec, ShardingSpec):
-        raise TypeError(f"a sharding spec is a ShardingSpec, got {type(spec).__name__}")
-    return spec
-
-
-def _strings(field: str, values: Any) -> tuple:
-    if isinstance(values, str | Unit):
-        raise TypeError(f"ShardingSpec.{field} is a tuple of rules, got {values!r}; write ({values!r},)")
-    return tuple(values)
-
-
-@lru_cache(maxsize=512)
-def _pattern(glob: str) -> re.Pattern[str]:
-    parts = re.split(r"(\*\*|\*|\?)", glob)
-    table = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
-    return re.compile("".join(table.get(part, re.escape(part)) for part in parts))
-
-
-def _match(spec: ShardingSpec, model: nn.Module) -> dict[str, Unit]:
-    """Module path -> the first rule that takes it, children before parents."""
-    modules = dict(model.named_modules())
-    taken: dict[str, Unit] = {}
-    for rule in spec.units:
-        paths = [
-            path
-            for path, module in modules.items()
-            if path and (_pattern(rule.match).fullmatch(path) or type(module).__name__ == rule.match)
-        ]
-        if not paths:
-            classes = sorted({type(module).__name__ for path, module in modules.items() if path})
-            raise ShardingError(
-                f"unit rule {rule.match!r} matches no module of {type(model).__name__}; "
-                f"module paths: {_some(path for path in modules if path)}; classes: {_some(classes)}"
+def resolve(
+    spec: ShardingSpec,
+    model: nn.Module,
+    topology: Topology,
+    fsdp: FSDPConfig | None = None,
+    accelerator: AcceleratorConfig | None = None,
+    source: str | None = None,
+) -> Plan:
+    """See `ShardingSpec.resolve`."""
+    accelerator = accelerator or AcceleratorConfig()
+    if fsdp is not None:
+        accelerator = dataclasses.replace(accelerator, fsdp=fsdp)
+    if spec.is_open:
+        spec, source = find_spec(model, spec)
+    if source is None:
+        source = "model" if spec is getattr(model, "sharding_spec", None) else "config"
+    leaves = leaves_of(model)
+    _check_methods(model, spec.forward_methods)
+    frozen = frozen_names(spec, leaves)
+    ignored = _ignored_modules(spec, model)
+    units = _match(spec, model, ignored)
+    whole = _whole_params(leaves, ignored) if topology.is_sharded else set()
+    notes: dict[str, str] = {}
+    if topology.is_sharded:
+        sharded = {name: leaf for name, leaf in leaves.params.items() if name not in whole}
+        check_units(spec, model, sharded, units)
+        trainable = {name: leaf for name, leaf in sharded.items() if leaf.trainable and name not in frozen}
+        notes = split_by_dtype(model, trainable, units)
+    settings = _settings_of(spec, model, units, notes, accelerator)
+    check_settings(model, settings, topology, accelerator)
+    owned = _owned(leaves, [*units, *notes])
+    return Plan(
+        topology=topology,
+        units=tuple(
+            PlanUnit(
+                path=path,
+                module_class=type(module).__name__,
+                params=tuple(_param(leaf, frozen, whole) for leaf in owned[path]),
+                settings=settings[path],
+                shards=topology.shard,
+                note=notes.get(path, ""),
             )
-        for path in paths:
-            taken.setdefault(path, rule)
-    return {path: taken[path] for path in sorted(taken, key=lambda path: -path.count("."))}
+            for path, module in _in_order(model, owned)
+        ),
+        forward_methods=spec.forward_methods,
+        source=source,
+        buffers=buffers_of(leaves),
+        step=PlanStep(
+            microbatches=accelerator.gradient_accumulation.steps,
+            policy=accelerator.gradient_accumulation.policy,
+            ddp_reduce_dtype=accelerator.ddp.reduce_dtype,
+        ),
+    )
 
 
-def _owners(leaf: Leaf, rules: Mapping[str, Unit]) -> list[str]:
-    """The unit of each of the leaf's slots: the innermost matched module around it, "" for the root unit."""
-    return [_unit_of(slot.path, rules) for slot in leaf.slots]
+def frozen_names(spec: ShardingSpec, leaves: ModuleLeaves) -> set[str]:
+    """The names of the parameters that `spec.freeze` takes; a tied one is taken by any of its names.
 
-
-def _unit_of(path: str, rules: Mapping[str, Unit]) -> str:
-    return next((around for around in _around(path) if around in rules), "")
-
-
-def _around(path: str) -> Iterator[str]:
-    """`path` and the paths of the modules around it, innermost first, without the root."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
+    Raises:
+        ShardingError: a glob takes none.
+    """
+    frozen: set[str] = set()
+    for glob in spec.freeze:
+        taken = {
+            name for name, leaf in leaves.params.items() if any(pattern(glob).fullmatch(s.name) for s in leaf.slots)
+        }
+        if not taken:
+            raise ShardingError(
+                f"freeze rule {glob!r} matches no parameter{near(glob, leaves.params)}; "
+                f"parameters: {named(leaves.params)}"
+            )
+        frozen |= taken
+    return frozen
 
 
 def _check_methods(model: nn.Module, methods: tuple[str, ...]) -> None:
@@ -143,137 +102,157 @@ def _check_methods(model: nn.Module, methods: tuple[str, ...]) -> None:
         if not callable(getattr(model, name, None)):
             known = sorted(m for m in dir(type(model)) if not m.startswith("_") and m not in dir(nn.Module))
             raise ShardingError(
-                f"forward method {name!r} is not a method of {type(model).__name__}; it has {_some(known) or 'none'}"
+                f"forward method {name!r} is not a method of {type(model).__name__}{near(name, known)}; "
+                f"it has {named(known) or 'none'}"
             )
 
 
-def _check_shardable(
+def _ignored_modules(spec: ShardingSpec, model: nn.Module) -> set[str]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    ignored: set[str] = set()
+    for rule in spec.ignored:
+        taken = {path for path, module in modules.items() if takes(rule, path, module)}
+        if not taken:
+            raise _dead("ignored rule", rule, model)
+        ignored |= taken
+    return ignored
+
+
+def _match(spec: ShardingSpec, model: nn.Module, ignored: Collection[str]) -> dict[str, Unit]:
+    """Module path -> the first rule that takes it, in module order. What is in an ignored module is no unit."""
+    modules = dict(model.named_modules())
+    open_paths = [path for path in modules if path and not unit_of(path, ignored)]
+    taken: dict[str, Unit] = {}
+    for rule in spec.rules:
+        if rule.match == "":
+            continue
+        paths = [path for path in open_paths if takes(rule.match, path, modules[path])]
+        if not paths and any(takes(rule.match, path, module) for path, module in modules.items()):
+            raise ShardingError(
+                f"unit rule {rule.match!r} matches only modules that are ignored; remove one of the two"
+            )
+        if not paths:
+            raise _dead("unit rule", rule.match, model)
+        if all(path in taken for path in paths):
+            raise ShardingError(
+                f"unit rule {rule.match!r} takes no module that an earlier rule ({taken[paths[0]].match!r}) does not "
+                "take already; put it before that one, or remove it"
+            )
+        for path in paths:
+            taken.setdefault(path, rule)
+    return {path: taken[path] for path in modules if path in taken}
+
+
+def _dead(kind: str, rule: str, model: nn.Module) -> ShardingError:
+    modules = {path: module for path, module in model.named_modules() if path}
+    classes = sorted({type(module).__name__ for module in modules.values()})
+    return ShardingError(
+        f"{kind} {rule!r} matches no module of {type(model).__name__}{near(rule, [*modules, *classes])}; "
+        f"module paths: {named(modules)}; classes: {named(classes)}"
+    )
+
+
+def _whole_params(leaves: ModuleLeaves, ignored: Collection[str]) -> set[str]:
+    """Names of the parameters that every rank holds whole: those of ignored modules, and what has nothing to shard.
+
+    Raises:
+        ShardingError: a tied one is in an ignored module and in another.
+    """
+    whole = set()
+    for name, leaf in leaves.params.items():
+        inside = [unit_of(slot.path, ignored) != "" for slot in leaf.slots]
+        if any(inside) and not all(inside):
+            pairs = zip(leaf.slots, inside, strict=True)
+            places = [f"{slot.name!r} ({'' if is_in else 'not '}ignored)" for slot, is_in in pairs]
+            raise ShardingError(
+                f"tied weight ignored at one place only: {' and '.join(places)} are one parameter; ignore both "
+                "modules, or none"
+            )
+        if all(inside) or leaf.shape == () or leaf.numel == 0:
+            whole.add(name)
+    return whole
+
+
+def _settings_of(
     spec: ShardingSpec,
     model: nn.Module,
-    leaves: ModuleLeaves,
-    rules: Mapping[str, Unit],
-    owners: Mapping[str, list[str]],
-) -> None:
-    modules = dict(model.named_modules())
-    for path in rules:
-        if isinstance(modules[path], nn.ModuleList | nn.ModuleDict):
-            raise ShardingError(
-                f"unit rule {rules[path].match!r} takes {path!r}, a {type(modules[path]).__name__}, which is "
-                f"never called; match its children: {path + '.*'!r}"
-            )
-    for name, leaf in leaves.params.items():
-        if len(set(owners[name])) > 1:
-            places = " and ".join(
-                f"{slot.name!r} (unit {owner or 'root'!r})"
-                for slot, owner in zip(leaf.slots, owners[name], strict=True)
-            )
-            raise ShardingError(
-                f"tied weight in two units: {places} are one parameter, which a unit must own whole; "
-                "leave both modules to the root unit (remove the rule that takes one), or make a module that "
-                "holds both one unit"
-            )
-        if leaf.shape == ():
-            raise ShardingError(f"parameter {name!r} is 0-d and cannot be sharded; give it shape (1,)")
-    _check_shared(model, rules)
-    _check_dtypes(leaves, owners)
-    _check_repeated(spec, modules, rules)
+    units: Mapping[str, Unit],
+    notes: Mapping[str, str],
+    accelerator: AcceleratorConfig,
+) -> dict[str, UnitSettings]:
+    """How each unit is run: as its rule says, and where that says nothing as the run's config does."""
+    root = next((rule for rule in spec.rules if rule.match == ""), Unit(""))
+    settings = {"": _settings(root, accelerator, _root_defaults(accelerator, is_only=not units))}
+    turns: dict[str, Iterator[int]] = {}
+    for path, rule in units.items():
+        # What is computed again with the unit around it, or compiled with it, is not so once more.
+        inner = outer_unit(path, units) != ""
+        unit = _settings(rule, accelerator, _defaults(accelerator, is_inner=inner))
+        if unit.activation_checkpointing.mode != "none":
+            turn = next(turns.setdefault(rule.match, itertools.count()))
+            if turn % unit.activation_checkpointing.every:
+                unit = dataclasses.replace(unit, activation_checkpointing=ActivationCheckpointing())
+        settings[path] = unit
+    for path in notes:
+        around = settings[unit_of(path.rpartition(".")[0], settings)]
+        settings[path] = dataclasses.replace(around, activation_checkpointing=ActivationCheckpointing(), compile=False)
+    return settings
 
 
-def _check_shared(model: nn.Module, rules: Mapping[str, Unit]) -> None:
-    """A module that stands in two places is called from both, so one unit must hold both."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    units = {id(modules[path]): path for path in rules}
-    seen: dict[int, tuple[str, str]] = {}
-    for path, module in modules.items():
-        if next(module.parameters(recurse=False), None) is None:
-            continue
-        unit = next((units[id(modules[p])] for p in _around(path) if id(modules[p]) in units), "")
-        first, first_unit = seen.setdefault(id(module), (path, unit))
-        if unit != first_unit:
-            raise ShardingError(
-                f"one module in two units: {first!r} (unit {first_unit or 'root'!r}) and {path!r} (unit "
-                f"{unit or 'root'!r}) are the same {type(module).__name__}; make it a unit of its own, or leave both "
-                "places to the root unit"
-            )
+@dataclass(frozen=True)
+class _Defaults:
+    """The settings whose default depends on where a unit is."""
+
+    reshard_after_forward: bool | int
+    activation_checkpointing: ActivationCheckpointing
+    compile: bool
 
 
-def _check_dtypes(leaves: ModuleLeaves, owners: Mapping[str, list[str]]) -> None:
-    first: dict[str, Leaf] = {}
-    for name, leaf in leaves.params.items():
-        if leaf.trainable:
-            other = first.setdefault(owners[name][0], leaf)
-            if other.dtype != leaf.dtype:
-                raise ShardingError(
-                    f"unit {owners[name][0] or 'root'!r} mixes dtypes: {other.name!r} is {other.dtype}, {name!r} is "
-                    f"{leaf.dtype}; give all its trainable parameters one dtype, or put {name!r} in a unit of its own"
-                )
+def _defaults(accelerator: AcceleratorConfig, *, is_inner: bool) -> _Defaults:
+    checkpointing = ActivationCheckpointing() if is_inner else accelerator.activation_checkpointing
+    return _Defaults(
+        accelerator.fsdp.reshard_after_forward, checkpointing, accelerator.compile.enabled and not is_inner
+    )
 
 
-def _check_repeated(spec: ShardingSpec, modules: Mapping[str, nn.Module], rules: Mapping[str, Unit]) -> None:
-    """A list of blocks that the rules take only partly, or not at all, is almost always a mistake in a glob."""
-    if not rules:
-        return
-    for path, container in modules.items():
-        if not isinstance(container, nn.ModuleList | nn.Sequential) or _unit_of(path, rules):
-            continue
-        # By name, which counts a block that stands in several places once.
-        blocks = {f"{path}.{name}" if path else name: child for name, child in container.named_children()}
-        by_class: dict[type, list[str]] = {}
-        for child_path, child in blocks.items():
-            if any(True for _ in child.parameters()) and _is_block(child):
-                by_class.setdefault(type(child), []).append(child_path)
-        for cls, paths in by_class.items():
-            loose = [p for p in paths if not _unit_of(p, rules) and not _has_unit(p, rules)]
-            declared = [p for p in loose if any(_pattern(glob).fullmatch(a) for glob in spec.root for a in _around(p))]
-            if len(paths) > 1 and len(loose) > len(declared):
-                raise ShardingError(
-                    f"repeated blocks in no unit: {_some(p for p in loose if p not in declared)} "
-                    f"({cls.__name__}) would be "
-                    f"gathered all at once with the root; add a rule such as {path + '.*' if path else '*'!r}, "
-                    "or declare them with ShardingSpec(root=...)"
-                )
+def _root_defaults(accelerator: AcceleratorConfig, *, is_only: bool) -> _Defaults:
+    """Backward starts where forward ended, at the root: freeing it in between would only gather it twice, and computing
+    all of it again would need as much memory as keeping it. Where the root is all there is, parts of it can be computed
+    again.
+    """
+    asked = accelerator.activation_checkpointing
+    checkpointing = asked if is_only and asked.modules else ActivationCheckpointing()
+    return _Defaults(False, checkpointing, accelerator.compile.enabled and is_only)
 
 
-def _is_block(module: nn.Module) -> bool:
-    """Whether a list of such modules is a list of blocks, rather than a list of lists or a small network of layers."""
-    if isinstance(module, nn.ModuleList | nn.Sequential):
-        return False
-    return any(True for _ in module.children()) or not type(module).__module__.startswith("torch.nn.")
+def _settings(rule: Unit, accelerator: AcceleratorConfig, defaults: _Defaults) -> UnitSettings:
+    def either(name: str) -> Any:
+        own = getattr(rule, name)
+        return getattr(defaults if hasattr(defaults, name) else accelerator.fsdp, name) if own is None else own
+
+    return UnitSettings(**{field.name: either(field.name) for field in dataclasses.fields(UnitSettings)})
 
 
-def _has_unit(path: str, rules: Mapping[str, Unit]) -> bool:
-    return any(unit.startswith(path + ".") for unit in rules)
+def _owned(leaves: ModuleLeaves, units: Collection[str]) -> dict[str, list[Leaf]]:
+    """The leaves of each unit, the root's too."""
+    owned: dict[str, list[Leaf]] = {path: [] for path in (*units, "")}
+    for leaf in leaves.params.values():
+        owned[unit_of(leaf.slots[0].path, owned)].append(leaf)
+    return owned
 
 
-def _plan_units(
-    model: nn.Module,
-    leaves: ModuleLeaves,
-    rules: Mapping[str, Unit],
-    owners: Mapping[str, list[str]],
-    topology: Topology,
-    fsdp: FSDPConfig,
-) -> Iterator[PlanUnit]:
-    modules = dict(model.named_modules())
-    order = [path for path in modules if path in rules] + [""]
-    for path in order:
-        params = tuple(
-            PlanParam(
-                name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."), leaf.dtype.itemsize, leaf.trainable
-            )
-            for name, leaf in leaves.params.items()
-            if owners[name][0] == path
-        )
-        # Backward starts where forward ended, at the root: freeing it in between would only gather it twice.
-        reshard = False if path == "" else rules[path].reshard_after_forward
-        yield PlanUnit(
-            path=path,
-            module_class=type(modules[path]).__name__,
-            params=params,
-            reshard_after_forward=fsdp.reshard_after_forward if reshard is None else reshard,
-            shards=topology.shard,
-        )
+def _in_order(model: nn.Module, units: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Module order, the root last."""
+    yield from ((path, module) for path, module in model.named_modules() if path and path in units)
+    yield "", model
 
 
-def _some(names: Iterator[str] | list[str], limit: int = 8) -> str:
-    names = list(names)
-    return ", ".join(names[:limit]) + (f", ... ({len(names)} in all)" if len(names) > limit else "")
+def _param(leaf: Leaf, frozen: Collection[str], whole: Collection[str]) -> PlanParam:
+    return PlanParam(
+        name=leaf.name,
+        shape=tuple(leaf.shape),
+        dtype=str(leaf.dtype).removeprefix("torch."),
+        itemsize=leaf.dtype.itemsize,
+        trainable=leaf.trainable and leaf.name not in frozen,
+        ignored=leaf.name in whole,
+    )

@@ -61,6 +61,9 @@ class _ConsumedDict(FrozenDict):
         return "<consumed mapping>"
 
 
+_CONTAINERS = {FrozenDict, _ConsumedDict, list, tuple}  # of a frozen tree
+
+
 def freeze(tree: Any) -> Any:
     """Copy the containers of `tree` (not its leaves), every mapping becoming a `FrozenDict`."""
     if isinstance(tree, FrozenDict):
@@ -75,7 +78,7 @@ def freeze(tree: Any) -> Any:
 def rebuild(tree: Any) -> Any:
     """Copy every container of `tree`, frozen ones too; the leaves are shared."""
     if isinstance(tree, FrozenDict):
-        return FrozenDict({name: _leaf_or(rebuild, value) for name, value in tree.items()})
+        return FrozenDict(tree if _holds_leaves(tree) else {name: rebuild(value) for name, value in tree.items()})
     if type(tree) in (list, tuple):
         return type(tree)(rebuild(value) for value in tree)
     return tree
@@ -85,12 +88,17 @@ def frozen_dicts(tree: Any) -> Iterable[FrozenDict]:
     """Every `FrozenDict` in `tree`, outermost first; consumed ones are passed over."""
     if isinstance(tree, FrozenDict) and not isinstance(tree, _ConsumedDict):
         yield tree
-        for value in tree.values():
-            if type(value) is not Tensor:
+        if not _holds_leaves(tree):
+            for value in tree.values():
                 yield from frozen_dicts(value)
     elif type(tree) in (list, tuple):
         for value in tree:
             yield from frozen_dicts(value)
+
+
+def _holds_leaves(tree: FrozenDict) -> bool:
+    """Whether no value of a frozen mapping is a container: one look at the types, in C, instead of a call a leaf."""
+    return _CONTAINERS.isdisjoint(map(type, tree.values()))
 
 
 def _leaf_or(function: Callable[[Any], Any], value: Any) -> Any:

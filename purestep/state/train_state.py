@@ -148,19 +148,30 @@ def hand_over(state: TrainState, new: TrainState, consumer: str) -> TrainState:
     Returns:
         `new` in containers of its own: those it shared with `state` raise from now on, whoever holds them.
     """
+    trees = {name: rebuild(getattr(new, name)) for name in _TREES}
+    owned = make_state(step=new.step, key=new.key, **trees)
+    discard(state, f"{consumer}, which reused its memory")
+    return owned
+
+
+def discard(state: TrainState, consumer: str) -> None:
+    """Consume `state`: it, and the containers it holds, raise from now on whoever reads them."""
     message = (
-        f"this state was donated to {consumer}, which reused its memory; keep what it returned, or hold on to the old "
+        f"this state was donated to {consumer}; keep what it returned, or hold on to the old "
         "values with state.clone() before the call, or build the step with donate=False"
     )
-    trees = {name: rebuild(getattr(new, name)) for name in _TREES}
     old = [mapping for name in _TREES for mapping in frozen_dicts(getattr(state, name))]
-    owned = make_state(step=new.step, key=new.key, **trees)
     for name in _FIELDS:
         object.__delattr__(state, name)
     object.__setattr__(state, "_consumed", message)
     for mapping in old:
-        consume(mapping, message)
-    return owned
+        if mapping:  # an empty one, which other states may share, has nothing that could be overwritten
+            consume(mapping, message)
+
+
+def is_consumed(state: TrainState) -> bool:
+    """Whether `state` was donated."""
+    return "_consumed" in state.__dict__
 
 
 def clone_leaf(leaf: Tensor) -> Tensor:

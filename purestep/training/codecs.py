@@ -197,7 +197,7 @@ class _TableCodec(Codec):
 
 @dataclass(frozen=True)
 class _RecordCodec(Codec):
-    """A dataclass: an object with exactly its fields."""
+    """A dataclass: an object with exactly its fields; of a `sparse` one, without those that are None."""
 
     kind: type
 
@@ -208,7 +208,8 @@ class _RecordCodec(Codec):
     def write(self, value: Any, path: str) -> Any:
         if type(value) is not self.kind:
             raise self._refuse(value, path)
-        return {name: codec.write(getattr(value, name), join(path, name)) for name, codec in self._fields(path).items()}
+        tree = {name: codec.write(getattr(value, name), join(path, name)) for name, codec in self._fields(path).items()}
+        return {name: item for name, item in tree.items() if item is not None or not self._is_sparse}
 
     def read(self, tree: Any, path: str, problems: list[str]) -> Any:
         if not isinstance(tree, dict):
@@ -221,7 +222,7 @@ class _RecordCodec(Codec):
         for name, codec in codecs.items():
             if name in tree:
                 values[name] = codec.read(tree[name], join(path, name), problems)
-            else:
+            elif not self._may_lack(name):
                 problems.append(f"missing field `{join(path, name)}`{self._default(name, codec)}")
         if len(problems) > before:
             return None
@@ -230,6 +231,15 @@ class _RecordCodec(Codec):
         except (ValueError, TypeError) as error:  # the class's own validation; a ConfigError names its flag itself
             problems.append(str(error) if isinstance(error, ConfigError) or not path else f"`{path}`: {error}")
             return None
+
+    @property
+    def _is_sparse(self) -> bool:
+        return getattr(self.kind, "sparse", None) is True
+
+    def _may_lack(self, name: str) -> bool:
+        """Whether None is meant when the field is not there."""
+        (field,) = (field for field in dataclasses.fields(self.kind) if field.name == name)
+        return self._is_sparse and field.default is None
 
     def _fields(self, path: str) -> dict[str, Codec]:
         hints = typing.get_type_hints(self.kind)

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from purestep.sharding.config import ConfigError
-from purestep.sharding.environment import launched_world_size
+from purestep.sharding.launching import launched_world_size
 from purestep.training import config_json
 from purestep.training.config import Experiment, TrainConfig, check_trackers
 from purestep.training.flags import any_below, is_on, parse_flags, path_of, value_of, without

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from purestep.sharding.config import AcceleratorConfig, ConfigError, ParallelismConfig
+from purestep.sharding.rules import ShardingSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -102,6 +103,8 @@ class TrainConfig:
     """How the processes divide the work."""
     accelerator: AcceleratorConfig = field(default_factory=AcceleratorConfig)
     """Device, precision, and the knobs of torch's engines."""
+    sharding: ShardingSpec | None = None
+    """How the model maps to units, instead of what the experiment or the model says. None: as they say."""
 
     def __post_init__(self) -> None:
         for flag, value in (
@@ -134,7 +137,8 @@ class Experiment:
     data: Any
     """Map-style dataset; its items collate to a tree of tensors with one leading dim."""
     spec: Any = None
-    """`ShardingSpec`; None: the model's own `sharding_spec`."""
+    """`ShardingSpec`; None: the model's own `sharding_spec`, or what is found in the model. The config's `sharding`
+    wins over it."""
     eval: Any = None
     """Map-style dataset that the same loss is evaluated on, every sample once; None: no evaluation."""
     on_end: Callable[[Any], None] | None = None

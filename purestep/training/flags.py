@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from purestep.sharding.config import ConfigError
+from purestep.training.sharding_flags import spec_flags
 
 C = TypeVar("C")
 
@@ -44,7 +45,8 @@ def parse_flags(config_class: type[C], argv: Sequence[str], *, default: C | None
 
     def parse() -> C:
         kwargs: dict[str, Any] = {} if default is None else {"default": default}
-        return tyro.cli(config_class, args=list(argv), description=_description(config_class), **kwargs)
+        with spec_flags():
+            return tyro.cli(config_class, args=list(argv), description=_description(config_class), **kwargs)
 
     return with_one_line_errors(parse, _flags_of(config_class))
 
@@ -183,9 +185,15 @@ def _flags_of(config_class: Any, prefix: str = "--") -> list[str]:
     hints = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         name = prefix + field.name.replace("_", "-")
-        nested = hints[field.name]
-        flags += _flags_of(nested, f"{name}.") if dataclasses.is_dataclass(nested) else [name]
+        nested = next(
+            (arm for arm in (hints[field.name], *typing.get_args(hints[field.name])) if _is_nested(arm)), None
+        )
+        flags += _flags_of(nested, f"{name}.") if nested else [name]
     return flags
+
+
+def _is_nested(annotation: Any) -> bool:
+    return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
 
 
 @contextlib.contextmanager

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from purestep.functional.data import BatchOrder, loader
+from purestep.functional.implementations import implementation_change, implementations
 from purestep.functional.steps import train_step
 from purestep.sharding.config import ConfigError
 from purestep.sharding.initialization import abstract_state, init
 from purestep.sharding.pure_module import PureModule, shard
+from purestep.sharding.rules import ShardingSpec
 from purestep.sharding.runtime import Runtime, start
 from purestep.state.checkpoint.checkpoints import Checkpoints
 from purestep.state.collective import from_rank_zero
@@ -72,7 +74,7 @@ def fit(config: TrainConfig, experiment: Experiment, runtime: Runtime | None = N
             return fit(config, experiment, runtime)
 
     check_fit(config, experiment, runtime)
-    module = shard(experiment.model, experiment.spec, runtime)
+    module = shard(experiment.model, _spec(config, experiment), runtime)
     order = BatchOrder(len(experiment.data), config.batch_size, key(config.seed).fold_in("order"))
     directory = RunDirectory(config.output_dir)
     with _checkpoints(config, directory, module) as checkpoints, StopRequest(runtime) as stop:
@@ -137,7 +139,8 @@ def _train(
         stopped = stop.agreed()
         if stopped or _is_due(state.step, config.checkpoint.every, config.steps):
             reporter.sync()
-            _save(config, checkpoints, state, order, {**to_floats(values), **measured})
+            metadata = {"batch_order": order.describe(), "implementations": _implementations(module, experiment, state)}
+            _save(config, checkpoints, state, metadata, {**to_floats(values), **measured})
         if stopped:
             break
         clock.skip()
@@ -188,6 +191,13 @@ def check_fit(config: TrainConfig, experiment: Experiment, runtime: Runtime) -> 
             f"--log-with {' '.join(missing)}: the runtime was started without it; pass log_with=list(config.log_with) "
             "to ps.start"
         )
+
+
+def _spec(config: TrainConfig, experiment: Experiment) -> ShardingSpec | None:
+    """The config's spec, completed by the experiment's where it leaves something open."""
+    if config.sharding is None or experiment.spec is None:
+        return config.sharding or experiment.spec
+    return config.sharding.over(experiment.spec)
 
 
 def _checkpoints(config: TrainConfig, directory: RunDirectory, module: PureModule) -> Checkpoints:
@@ -259,8 +269,12 @@ def _resume(
     if checkpoints.steps():
         state = checkpoints.restore_latest(abstract_state(module, experiment.optimizer), device=runtime.device)
         path = checkpoints.path(state.step)
-        check_order(from_rank_zero(lambda: describe(path).metadata["batch_order"]), order.describe())
+        saved = from_rank_zero(lambda: describe(path).metadata)
+        check_order(saved["batch_order"], order.describe())
         say(runtime, f"resuming from {path}")
+        other = implementation_change(saved.get("implementations"), _implementations(module, experiment, state))
+        if other:
+            say(runtime, f"warning: {other}")
     elif unfinished:
         raise CheckpointError(
             f"no whole checkpoint in {directory.checkpoints_path}: {unfinished[-1]} has no SHA256SUMS; put it back, or "
@@ -305,13 +319,21 @@ def _evaluator(config: TrainConfig, experiment: Experiment, module: PureModule) 
     )
 
 
+def _implementations(module: PureModule, experiment: Experiment, state: TrainState) -> dict[str, str]:
+    return implementations(experiment.optimizer, {name: state.params[name] for name in module.trainable})
+
+
 def _save(
-    config: TrainConfig, checkpoints: Checkpoints, state: TrainState, order: BatchOrder, metrics: Mapping[str, float]
+    config: TrainConfig,
+    checkpoints: Checkpoints,
+    state: TrainState,
+    metadata: Mapping[str, Any],
+    metrics: Mapping[str, float],
 ) -> None:
     best = config.checkpoint.keep_best
     # A state that was not evaluated (after SIGTERM there is no time for that) does not count for the best.
     measured = metrics if best is None or best[0] in metrics else None
-    checkpoints.save(state, metrics=measured, metadata={"batch_order": order.describe()}, check_replicas=True)
+    checkpoints.save(state, metrics=measured, metadata=metadata, check_replicas=True)
 
 
 def _is_due(step: int, every: int, last: int) -> bool:

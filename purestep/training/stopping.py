@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -25,7 +26,10 @@ class StopRequest:
     def __init__(self, runtime: Runtime) -> None:
         """Collective in a process group."""
         # On the host and in a group of its own, so that asking each step waits for no device.
-        self._group: Any = torch.distributed.new_group(backend="gloo") if runtime.world_size > 1 else None
+        self._group: Any = None
+        if runtime.world_size > 1:
+            timeout = timedelta(seconds=runtime.config.process_group.timeout_s)
+            self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         self._noted = False
         self._before: Any = None
         self._owner = os.getpid()

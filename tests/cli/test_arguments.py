@@ -15,19 +15,20 @@ import purestep as ps
 from tests.state.test_checkpoint import make_state
 
 NAME_ONE = ": name a checkpoint, a folder of checkpoints or a run"
-COMMANDS = ("inspect", "verify", "diff", "convert")
+COMMANDS = ("inspect", "verify", "diff", "convert", "plan")
 
 
 def test_help_says_what_there_is(run):
     code, out, err = run("--help")
     assert (code, err) == (0, [])
-    assert "usage: purestep [-h] {inspect,verify,diff,convert}" in out
+    assert "usage: purestep [-h] {inspect,verify,diff,convert,plan}" in out
     assert "Exit code 0: fine, or equal. 1: damaged, different, or failed. 2: a mistake in the arguments." in out
     for line in (
         "inspect  Show what a checkpoint holds, from its tables alone.",
         "verify   Read every byte of a checkpoint and compare it with what was saved.",
         "diff     Compare two checkpoints: step, key, leaves and their digests.",
         "convert  Write a model, verified, to a folder of safetensors files that anything in the field opens.",
+        "plan     Tell what each rank of a run would hold and send, without ranks or weights.",
     ):
         assert line in out
 
@@ -43,6 +44,7 @@ def test_help_says_what_there_is(run):
             "usage: purestep convert [-h] [CONVERT OPTIONS] SOURCE TARGET",
             ["--max-shard-size", "--dtype", "--include-ema", "--ema-only", "--overwrite", "--json"],
         ),
+        ("plan", "usage: purestep plan [-h] [PLAN OPTIONS] TARGET", ["--cpu-offload", "--diff", "--json"]),
     ],
 )
 def test_help_of_a_command(run, command, usage, flags):
@@ -56,9 +58,12 @@ def test_help_of_a_command(run, command, usage, flags):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ((), "error: which command? One of inspect, verify, diff, convert (--help tells what they do)"),
+        ((), "error: which command? One of inspect, verify, diff, convert, plan (--help tells what they do)"),
         (("verfy", "x"), "error: unknown command 'verfy'; did you mean verify? (--help tells what they do)"),
-        (("x",), "error: unknown command 'x': there are inspect, verify, diff, convert (--help tells what they do)"),
+        (
+            ("x",),
+            "error: unknown command 'x': there are inspect, verify, diff, convert, plan (--help tells what they do)",
+        ),
         (("inspect",), "error: missing: PATH (--help lists all flags)"),
         (("diff", "a"), "error: missing: B (--help lists all flags)"),
         (("inspect", "a", "--leafs"), "error: unknown flag --leafs; did you mean --leaves? (--help lists all)"),
@@ -119,7 +124,7 @@ print("\\n%d" % code, sorted({"torch", "numpy", "safetensors", "accelerate"} & s
 """
 
 
-def test_torch_is_imported_by_convert_alone(tmp_path):
+def test_torch_is_imported_only_by_commands_that_need_it(tmp_path):
     path = ps.save(tmp_path / "x", make_state())
     for arguments in (
         ("--help",),

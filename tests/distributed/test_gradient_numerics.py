@@ -26,7 +26,8 @@ def _toy_step(
     if accumulate > 1:
         grad_fn = ps.accumulate(grad_fn, accumulate)
     batch = toy_batch(*rows, length=length)
-    out = grad_fn(state.params, state.buffers, batch, state.key)
+    scaling = {"scale": state.extra["loss_scale"]["scale"]} if state.extra else {}
+    out = grad_fn(state.params, state.buffers, batch, state.key, **scaling)
     step = ps.train_step(module, toy_loss, optimizer, accumulate=accumulate, donate=donate)
     new, metrics = step(state, batch)
     return {
@@ -59,7 +60,8 @@ GROUPINGS: list[tuple[str, Rows, int, int | None]] = [
 
 def _all_groupings(topology: tuple[int, int], precision: str) -> dict[str, Any]:
     """Every rank sees every token: the mean over ranks is then the mean of one rank."""
-    with runtime_on(topology, mixed_precision=precision) as runtime:
+    scale = ps.LossScaleConfig(init=256.0)
+    with runtime_on(topology, mixed_precision=precision, loss_scale=scale) as runtime:
         results = {
             name: _toy_step(runtime, rows, accumulate=n, donate=i % 2 == 0, length=length)
             for i, (name, rows, n, length) in enumerate(GROUPINGS)
@@ -68,10 +70,10 @@ def _all_groupings(topology: tuple[int, int], precision: str) -> dict[str, Any]:
         return results
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 def test_b01_the_gradient_does_not_depend_on_how_tokens_are_grouped(topology, precision):
-    tolerance = {"no": 1e-6, "bf16": 1e-2}[precision]
+    tolerance = {"no": 1e-6, "bf16": 1e-2, "fp16": 1e-3}[precision]
     for results in run_on(topology, _all_groupings, precision):
         for name, got in results.items():
             assert got["grad"] == pytest.approx([4.0, 4.0], rel=tolerance), name

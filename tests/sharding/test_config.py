@@ -8,9 +8,12 @@ import pytest
 
 from purestep.sharding.config import (
     AcceleratorConfig,
+    ActivationCheckpointing,
     ConfigError,
     DDPConfig,
+    FSDPConfig,
     GradientAccumulationConfig,
+    LossScaleConfig,
     ParallelismConfig,
     ProcessGroupConfig,
     Topology,
@@ -106,7 +109,40 @@ BAD_FIELDS = {
     "--accelerator.process-group.timeout-s 0: must be positive": lambda: ProcessGroupConfig(timeout_s=0),
     "--accelerator.process-group.timeout-s -1.0: must be positive": lambda: ProcessGroupConfig(timeout_s=-1.0),
     "--accelerator.process-group.timeout-s nan: must be positive": lambda: ProcessGroupConfig(timeout_s=float("nan")),
+    "--accelerator.activation-checkpointing.every 0: must be at least 1": lambda: ActivationCheckpointing(every=0),
+    "--accelerator.activation-checkpointing.mode some: expected none, full or selective": lambda: (
+        ActivationCheckpointing("some")  # type: ignore[arg-type]
+    ),
+    "--accelerator.activation-checkpointing.save-ops aten.mm: acts only with .*mode selective, not with full": lambda: (
+        ActivationCheckpointing("full", save_ops=("aten.mm",))
+    ),
+    "--accelerator.activation-checkpointing.modules mlp: acts only with .*mode full or selective": lambda: (
+        ActivationCheckpointing(modules=("mlp",))
+    ),
+    "--accelerator.fsdp.reshard-after-forward 1: as a number it is the ranks to reshard over, at least 2": lambda: (
+        FSDPConfig(reshard_after_forward=1)
+    ),
+    "--accelerator.fsdp.prefetch -1: must be at least 0": lambda: FSDPConfig(prefetch=-1),
+    "--accelerator.fsdp.param-dtype fp16: without --accelerator.mixed-precision fp16": lambda: AcceleratorConfig(
+        fsdp=FSDPConfig(param_dtype="fp16")
+    ),
+    "--accelerator.fsdp.reduce-dtype fp16: without": lambda: AcceleratorConfig(fsdp=FSDPConfig(reduce_dtype="fp16")),
+    "--accelerator.ddp.reduce-dtype fp16: without": lambda: AcceleratorConfig(
+        mixed_precision="bf16", ddp=DDPConfig(reduce_dtype="fp16")
+    ),
+    "--accelerator.loss-scale.init 0: must be positive and finite": lambda: LossScaleConfig(init=0),
+    "--accelerator.loss-scale.init inf: must be positive and finite": lambda: LossScaleConfig(init=float("inf")),
+    "--accelerator.loss-scale.growth-factor 0.5: must be at least 1": lambda: LossScaleConfig(growth_factor=0.5),
+    "--accelerator.loss-scale.backoff-factor 1.0: must be between 0 and 1": lambda: LossScaleConfig(backoff_factor=1.0),
+    "--accelerator.loss-scale.growth-interval 0: must be at least 1": lambda: LossScaleConfig(growth_interval=0),
+    "--accelerator.loss-scale.min 8.0: must be positive, and at most": lambda: LossScaleConfig(init=4.0, min=8.0),
 }
+
+
+def test_a_string_is_not_a_tuple_of_globs():
+    with pytest.raises(TypeError, match=r"ActivationCheckpointing.modules is a tuple of globs, got 'mlp'"):
+        ActivationCheckpointing("full", modules="mlp")  # type: ignore[arg-type]
+    assert ActivationCheckpointing("full", modules=["mlp"]) == ActivationCheckpointing("full", modules=("mlp",))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("message", BAD_FIELDS)
@@ -126,6 +162,7 @@ def test_configs_are_frozen_values():
 
 
 def test_parsing_a_config_imports_neither_torch_nor_accelerate():
-    code = "import sys, purestep.sharding.config; print(sorted({'torch', 'accelerate', 'numpy'} & set(sys.modules)))"
+    modules = "purestep.sharding.config, purestep.sharding.rules, purestep.sharding.plan"
+    code = f"import sys, {modules}; print(sorted({{'torch', 'accelerate', 'numpy'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

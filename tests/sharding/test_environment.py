@@ -9,13 +9,8 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 from purestep.sharding.config import AcceleratorConfig, ConfigError, GradientAccumulationConfig
-from purestep.sharding.environment import (
-    LAUNCHER_VARIABLES,
-    launched_on_cpu,
-    launched_world_size,
-    refuse_interference,
-    without_launcher,
-)
+from purestep.sharding.environment import launched_on_cpu, refuse_interference
+from purestep.sharding.launching import LAUNCHER_VARIABLES, launched_world_size
 
 CUDA = AcceleratorConfig(device="cuda")
 REFUSED = [  # variable, value, config, what the message advises
@@ -29,7 +24,7 @@ REFUSED = [  # variable, value, config, what the message advises
     ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", AcceleratorConfig(), "--accelerator.gradient-accumulation.steps"),
     ("ACCELERATE_MIXED_PRECISION", "bf16", AcceleratorConfig(), "--accelerator.mixed-precision"),
     ("ACCELERATE_MIXED_PRECISION", "fp16", AcceleratorConfig(mixed_precision="bf16"), "--accelerator.mixed-precision"),
-    ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", AcceleratorConfig(), "no compilation"),
+    ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", AcceleratorConfig(), "--accelerator.compile.enabled"),
     ("ACCELERATE_TORCH_DEVICE", "cuda:1", AcceleratorConfig(device="cpu"), "--accelerator.device"),
     ("ACCELERATE_USE_CPU", "true", CUDA, "--accelerator.device cpu"),
 ]
@@ -87,57 +82,6 @@ def test_what_accelerate_launch_sets_by_default_is_accepted(config, monkeypatch)
     assert launched_world_size(one) == 1
     with pytest.raises(ConfigError, match="ACCELERATE_USE_FSDP=true"):
         refuse_interference(config, prepare_multi_gpu_env(_launch_arguments("--use_fsdp", "--num_processes", "2")))
-
-
-LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
-
-
-def test_the_number_of_processes_is_what_the_launcher_started():
-    assert launched_world_size({}) == 1
-    assert launched_world_size(LAUNCHED) == 2
-    assert launched_world_size({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == 1
-    assert launched_world_size({"LOCAL_RANK": "0", "MASTER_ADDR": "somewhere", "PMI_SIZE": "1"}) == 1
-
-
-HALF_SET = [  # variables that are missing or wrong, what the message says
-    ({"WORLD_SIZE": None}, "WORLD_SIZE is 'missing' while RANK=1, LOCAL_RANK=1"),
-    ({"RANK": None}, "RANK is 'missing' while WORLD_SIZE=2"),
-    ({"LOCAL_RANK": None}, "LOCAL_RANK is 'missing' while RANK=1"),
-    ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
-    ({"RANK": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
-    ({"RANK": "-1"}, "RANK=-1 is not below WORLD_SIZE=2"),
-    ({"MASTER_ADDR": None}, "WORLD_SIZE=2 but MASTER_ADDR missing; use torchrun"),
-    ({"MASTER_ADDR": None, "MASTER_PORT": None}, "MASTER_ADDR and MASTER_PORT missing"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), HALF_SET)
-def test_a_half_set_launcher_is_an_error_instead_of_a_hang(changes, message):
-    environ = {name: value for name, value in {**LAUNCHED, **changes}.items() if value is not None}
-    with pytest.raises(ConfigError, match=message):
-        launched_world_size(environ)
-
-
-@pytest.mark.parametrize("name", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"])
-def test_mpi_alone_is_refused_for_accelerate_would_join_it(name):
-    with pytest.raises(ConfigError, match=rf"started by MPI \({name}=2\).*torchrun"):
-        launched_world_size({name: "2"})
-    assert launched_world_size({name: "2", **LAUNCHED}) == 2
-
-
-def test_the_launchers_variables_are_hidden_only_for_the_length_of_a_block(monkeypatch):
-    for name in LAUNCHER_VARIABLES:
-        monkeypatch.setenv(name, "7")
-    monkeypatch.delenv("MASTER_PORT")
-
-    def inside() -> None:
-        with without_launcher():
-            assert not set(LAUNCHER_VARIABLES) & set(os.environ)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        inside()
-    assert {name for name in LAUNCHER_VARIABLES if name in os.environ} == set(LAUNCHER_VARIABLES) - {"MASTER_PORT"}
 
 
 @pytest.mark.parametrize(("value", "expected"), [("true", True), ("1", True), ("False", False), (None, False)])

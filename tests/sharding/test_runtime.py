@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import purestep as ps
+from purestep.sharding import connecting
 from purestep.sharding import runtime as module_under_test
 from purestep.sharding.config import Topology
+from purestep.sharding.connecting import choose_backend
 from purestep.sharding.runtime import choose_device
 from tests.ranks import run_ranks
 from tests.toys import error_of
@@ -169,7 +171,9 @@ def _several_runtimes() -> dict[str, Any]:
             raise KeyError
     except KeyError:
         results["after an error"] = not torch.distributed.is_initialized()
-    with ps.start(ps.ParallelismConfig(1, 2), CPU) as runtime:
+    quick = ps.AcceleratorConfig(device="cpu", process_group=ps.ProcessGroupConfig(timeout_s=7))
+    with ps.start(ps.ParallelismConfig(1, 2), quick) as runtime:
+        results["timeout"] = connecting._store.timeout.total_seconds()
         results["again"] = runtime.all_reduce(torch.ones(1)).item()
     return results
 
@@ -191,3 +195,44 @@ def test_runtimes_follow_each_other_on_two_ranks():
         assert "does not fit 2 processes" in results["bad degrees"][1]
         assert "nonsense" in results["bad tracker"][1]
         assert results["again"] == 2
+        assert results["timeout"] == 7
+
+
+def test_a_runtime_of_another_precision_after_one_that_failed():
+    seen = []
+
+    def fail(precision: str) -> None:
+        config = ps.AcceleratorConfig(device="cpu", mixed_precision=precision)
+        with ps.start(accelerator=config) as runtime, runtime.autocast():
+            seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+            raise KeyError
+
+    for precision in ("fp16", "bf16", "no"):
+        with pytest.raises(KeyError):
+            fail(precision)
+        assert seen[-1] == {"fp16": torch.float16, "bf16": torch.bfloat16, "no": torch.float32}[precision]
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+def test_every_ending_is_made_whatever_happens_to_the_others():
+    class Broken(_Tracker):
+        def finish(self) -> None:
+            raise OSError("the disk is full")
+
+    good = _Tracker()
+    runtime = ps.start(accelerator=ps.AcceleratorConfig(device="cpu", deterministic=True))
+    runtime.accelerator.trackers = [Broken(), good, Broken()]
+    with pytest.raises(OSError, match="the disk is full"):
+        runtime.close()
+    assert good.finished == 1
+    assert not torch.are_deterministic_algorithms_enabled()
+    with ps.start(accelerator=CPU):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cpu", "gloo"), ("cuda", "cuda:nccl,cpu:gloo"), ("xpu", "xpu:xccl,cpu:gloo")]
+)
+def test_an_accelerator_has_a_backend_for_the_cpu_beside_its_own(device, backend):
+    assert choose_backend(device) == backend
+    torch.distributed.distributed_c10d.BackendConfig(torch.distributed.Backend(backend))  # torch understands it

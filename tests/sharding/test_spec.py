@@ -13,7 +13,6 @@ from torch import nn
 
 import purestep as ps
 from purestep.sharding.config import Topology
-from purestep.sharding.spec import spec_of
 from tests.ranks import run_on
 from tests.sharding.models import Crossed, Recurrent, Stack, Tied, Wrapped, on_meta
 from tests.toys import runtime_on, whole
@@ -98,12 +97,9 @@ def test_resolving_changes_nothing():
 
 
 def _mixed_dtypes() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-
-
-def _scalar() -> nn.Module:
-    model = nn.Linear(2, 2)
-    model.temperature = nn.Parameter(torch.tensor(1.0))
+    """Parameters of two dtypes in one module."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].bias = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     return model
 
 
@@ -147,12 +143,24 @@ SHARDABILITY = [  # model, spec, message; errors only where something is sharded
         ps.ShardingSpec(units=("encoder", "Layer")),
         "unit rule 'encoder' takes 'encoder', a ModuleList, which is never called; match its children: 'encoder.*'",
     ),
-    (_scalar, ps.ShardingSpec(), "parameter 'temperature' is 0-d and cannot be sharded; give it shape (1,)"),
     (
         _mixed_dtypes,
         ps.ShardingSpec(),
-        "unit 'root' mixes dtypes: '0.weight' is torch.float32, '1.weight' is torch.float64; give all its trainable "
-        "parameters one dtype, or put '1.weight' in a unit of its own",
+        "unit 'root' mixes dtypes: '0.weight' is torch.float32, '1.bias' is torch.float64, and no submodule tells them "
+        "apart; give all its trainable parameters one dtype, freeze one of them, move '1.bias' into a module of its "
+        "own, or leave its module whole on every rank (ShardingSpec.ignored)",
+    ),
+    (
+        Tied,
+        ps.ShardingSpec(ignored=("head",)),
+        "tied weight ignored at one place only: 'embed.weight' (not ignored) and 'head.weight' (ignored) are one "
+        "parameter; ignore both modules, or none",
+    ),
+    (
+        Stack,
+        ps.ShardingSpec(units=(ps.Unit("Layer", reshard_after_forward=3),)),
+        "unit 'encoder.0': reshard_after_forward 3 does not divide the 2 ranks that share a copy "
+        "(--parallelism.dp-shard); use a divisor, or True or False",
     ),
 ]
 
@@ -175,8 +183,25 @@ MISTAKES = [  # errors in every topology
     (ps.ShardingSpec(units=("Stack",)), "unit rule 'Stack' matches no module"),  # the root is a unit anyway
     (
         ps.ShardingSpec(forward_methods=("encod",)),
-        "forward method 'encod' is not a method of Stack; it has encode",
+        "forward method 'encod' is not a method of Stack (did you mean 'encode'?); it has encode",
     ),
+    (ps.ShardingSpec(units=("encode.*",)), "matches no module of Stack (did you mean 'encoder.*'"),
+    (ps.ShardingSpec(ignored=("haed",)), "ignored rule 'haed' matches no module of Stack (did you mean 'head'"),
+    (
+        ps.ShardingSpec(freeze=("embed.wieght",)),
+        "freeze rule 'embed.wieght' matches no parameter (did you mean 'embed.weight'?)",
+    ),
+    (ps.ShardingSpec(freeze=("embed",)), "freeze rule 'embed' matches no parameter"),  # names, not modules
+    (
+        ps.ShardingSpec(units=("Layer", ps.Unit("encoder.*", compile=True))),
+        "unit rule 'encoder.*' takes no module that an earlier rule ('Layer') does not take already; put it before "
+        "that one, or remove it",
+    ),
+    (
+        ps.ShardingSpec(units=("encoder.*", "decoder.*"), ignored=("decoder",)),
+        "unit rule 'decoder.*' matches only modules that are ignored",
+    ),
+    (ps.ShardingSpec(units=(ps.Unit("encoder", compile=True), "Layer")), "never called"),
 ]
 
 
@@ -203,7 +228,9 @@ SOUND = [  # no false alarms
     (lambda: Wrapped(Crossed()), ps.ShardingSpec(units=("inner",))),
     (Stack, ps.ShardingSpec(units=("encoder.*",), root=("decoder.*",))),
     (Stack, ps.ShardingSpec(units=("**.mlp",))),
-    (_mixed_dtypes, ps.ShardingSpec(units=("1",), root=("0",))),
+    (_mixed_dtypes, ps.ShardingSpec(ignored=("1",))),
+    (_mixed_dtypes, ps.ShardingSpec(freeze=("1.bias",))),
+    (Tied, ps.ShardingSpec(ignored=("embed", "head"))),
     (lambda: _mixed_dtypes().requires_grad_(False), ps.ShardingSpec()),
     (lambda: nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.ReLU()), ps.ShardingSpec(units=("0",))),
     (
@@ -218,19 +245,7 @@ def test_no_false_alarms(build, spec):
     spec.resolve(build(), SHARDED)
 
 
-def test_a_model_carries_its_spec_and_an_argument_beats_it():
-    class Carrying(Stack):
-        sharding_spec = ps.ShardingSpec(units=("Layer",))
-
-    other = ps.ShardingSpec()
-    assert spec_of(Carrying()) is Carrying.sharding_spec
-    assert spec_of(Carrying(), other) is other
-    assert spec_of(Stack()) == ps.ShardingSpec()
-    with pytest.raises(TypeError, match="a sharding spec is a ShardingSpec, got tuple"):
-        spec_of(Stack(), ("Layer",))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("field", ["units", "forward_methods", "root"])
+@pytest.mark.parametrize("field", ["units", "forward_methods", "root", "ignored", "freeze"])
 def test_a_string_where_a_tuple_belongs_is_refused(field):
     with pytest.raises(TypeError, match=rf"ShardingSpec.{field} is a tuple of rules, got 'abc'; write \('abc',\)"):
         ps.ShardingSpec(**{field: "abc"})
@@ -238,6 +253,8 @@ def test_a_string_where_a_tuple_belongs_is_refused(field):
 
 def test_specs_are_values():
     assert ps.ShardingSpec(("a", ps.Unit("b"))) == ps.ShardingSpec([ps.Unit("a"), "b"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"ShardingSpec\.root holds str, got Unit"):
+        ps.ShardingSpec(root=(ps.Unit("a"),))  # type: ignore[arg-type]
     assert hash(ps.ShardingSpec(("a",))) == hash(ps.ShardingSpec(("a",)))
 
 

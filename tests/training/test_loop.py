@@ -266,6 +266,26 @@ def test_formats(tmp_path, format):
     assert _fit(dataclasses.replace(config, output_dir=tmp_path / "parts", resume=True)) == whole
 
 
+def test_another_implementation_of_the_optimizer_is_told(tmp_path, capsys):
+    config = _config(tmp_path / "run", steps=4)
+    _fit(config)
+    assert ps.describe(config.output_dir / "checkpoints/step-00000004").metadata["implementations"] == {
+        "adamw": "fused"
+    }
+    said = []
+    for steps in (6, 8):
+        resumed = dataclasses.replace(config, resume=True, steps=steps)
+        experiment = build(resumed)
+        adamw = dataclasses.replace(experiment.optimizer.parts["adamw"], implementation="foreach")
+        capsys.readouterr()
+        ps.fit(resumed, dataclasses.replace(experiment, optimizer=ps.chain(adamw=adamw)))
+        said.append("".join(capsys.readouterr()))
+    assert (
+        "warning: the optimizer runs other kernels than before the checkpoint (adamw: 'fused' -> 'foreach')" in said[0]
+    )
+    assert "other kernels" not in said[1]
+
+
 def test_batches_that_do_not_count_are_logged_as_such(tmp_path):
     records = _fit(_config(tmp_path / "run", loss="nothing", steps=2))["metrics"]
     assert [record["weight"] for record in records if "loss" in record] == [0.0, 0.0]

@@ -41,7 +41,8 @@ def from_dcp(folder: Path) -> TensorSource:
             raise DamagedCheckpointError(f"{folder}: {key!r} has {row.nbytes:,} bytes, more than all files together")
         dtype = tables[key].properties.dtype
         read = partial(_read, reader, row, dtype)
-        tensors[name] = StoredTensor(name, row.shape, dtype, f"{folder.name}, entry {key!r}", read)
+        fill = partial(reader.read, row)
+        tensors[name] = StoredTensor(name, row.shape, dtype, f"{folder.name}, entry {key!r}", read, fill)
     if not tensors:
         raise CheckpointError(f"{folder} is a DCP checkpoint without a tensor of a model")
     taken = {names[name] for name in tensors}

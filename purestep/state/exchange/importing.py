@@ -21,7 +21,7 @@ _WHAT_IS_READ = (
     "a checkpoint (step-00000100), a safetensors file, a folder with model.safetensors or an index, or a DCP folder "
     "(accelerate: pytorch_model_fsdp_0)"
 )
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _NO_PICKLES = ": pickles are not opened, since that runs what is in them; save it as safetensors where you trust it"
 
 
@@ -108,7 +108,7 @@ def _from_file(path: Path) -> TensorSource:
     if path.name.endswith(INDEX_SUFFIX):
         return from_index(path.parent, path)
     if path.suffix != ".safetensors":
-        raise CheckpointError(f"{path} is no .safetensors file{_NO_PICKLES if path.suffix in _PICKLES else ''}")
+        raise CheckpointError(f"{path} is no .safetensors file{_NO_PICKLES if path.suffix in PICKLES else ''}")
     return from_file(path)
 
 
@@ -127,7 +127,7 @@ def _from_folder(folder: Path) -> TensorSource:
     fsdp = [name for name in names if name.startswith("pytorch_model_fsdp_") and (folder / name / METADATA).exists()]
     if (of_accelerate := _only(folder, fsdp)) and not (folder / of_accelerate).is_symlink():
         return from_dcp(folder.resolve() / of_accelerate)
-    if pickles := [name for name in names if Path(name).suffix in _PICKLES]:
+    if pickles := [name for name in names if Path(name).suffix in PICKLES]:
         raise CheckpointError(f"{folder} holds {pickles[0]}{_NO_PICKLES}")
     raise CheckpointError(f"{folder} holds nothing to import; expected {_WHAT_IS_READ}")
 

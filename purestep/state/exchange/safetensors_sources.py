@@ -16,8 +16,10 @@ from torch import Tensor
 
 from purestep.state.blocks import Target, fill
 from purestep.state.exchange.tensor_source import StoredTensor, TensorSource, check_pieces, file_in
+from purestep.state.files.file_reading import cut_out_all, extent_of, read_extents
 from purestep.state.files.manifest import CheckpointError, DamagedCheckpointError
 from purestep.state.files.safetensors_files import DTYPES
+from purestep.state.files.safetensors_reading import SafetensorsHeader
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _SHARDING = "DCP_SHARDING_INFO"  # where torch's HuggingFaceStorageWriter notes the offsets of a file's shards
@@ -36,10 +38,7 @@ def from_file(path: Path) -> TensorSource:
     files = _Files()
     if _SHARDING in files.metadata(path):
         raise CheckpointError(f"{path} holds shards of tensors, and others may hold the rest: name its folder")
-    tensors = {
-        name: StoredTensor(name, kept.shape, kept.dtype, path.name, partial(files.read, path, name))
-        for name, kept in files.table(path).items()
-    }
+    tensors = {name: files.stored(path, name, kept) for name, kept in files.table(path).items()}
     return TensorSource(path, "safetensors file", tensors, files.stack)
 
 
@@ -54,8 +53,7 @@ def from_index(folder: Path, index: Path) -> TensorSource:
         raise DamagedCheckpointError(f"{index} lists tensors that are not there: {_some(missing)}")
     tensors = {}
     for name, file in where.items():
-        kept = tables[file][name]
-        tensors[name] = StoredTensor(name, kept.shape, kept.dtype, file, partial(files.read, paths[file], name))
+        tensors[name] = files.stored(paths[file], name, tables[file][name])
     unlisted = [f"{name} in {file}" for file, table in tables.items() for name in table if where.get(name) != file]
     return TensorSource(folder, "Hugging Face folder", tensors, files.stack, left_out=sorted(unlisted))
 
@@ -113,6 +111,12 @@ class _Files:
         self.stack = ExitStack()
         self._open: dict[Path, Any] = {}
         self._read_bytes = 0
+        self._headers: dict[Path, tuple[Any, SafetensorsHeader]] = {}
+
+    def stored(self, path: Path, name: str, kept: _Kept) -> StoredTensor:
+        """A tensor of the file, to be read later."""
+        whole, part = partial(self.read, path, name), partial(self.fill, path, name, kept)
+        return StoredTensor(name, kept.shape, kept.dtype, path.name, whole, part)
 
     def table(self, path: Path) -> dict[str, _Kept]:
         """What the file holds, by name; its header is checked against its size."""
@@ -142,6 +146,19 @@ class _Files:
             self._close()
         return tensor
 
+    def fill(self, path: Path, name: str, kept: _Kept, target: Target) -> None:
+        """Fill a block of a tensor of the file, without mapping it: only the bytes of the block's rows are read."""
+        with _explained(path, f" tensor {name!r}"):
+            if path not in self._headers:
+                opened: Any = self.stack.enter_context(path.open("rb", buffering=0))
+                self._headers[path] = opened, SafetensorsHeader(opened)
+            file, header = self._headers[path]
+            for _, cut in cut_out_all([(name, (0,) * len(kept.shape), kept.shape)], target):
+                place = header.place(name, kept.dtype, kept.shape)
+                extent = extent_of(place, kept.shape, cut, target.local, lambda: None)
+                file.seek(extent.begin)
+                read_extents(file, [extent], stop=extent.end, sha256=None)
+
     def _file(self, path: Path) -> Any:
         if path not in self._open:
             from safetensors import safe_open
@@ -151,6 +168,7 @@ class _Files:
 
     def _close(self) -> None:
         self._open.clear()
+        self._headers.clear()
         self._read_bytes = 0
         self.stack.pop_all().close()
 
@@ -218,13 +236,16 @@ def _joined(name: str, pieces: list[_Piece], files: _Files) -> StoredTensor:
         raise DamagedCheckpointError(f"{where} cannot be put together: {error}") from None
     (dtype,) = dtypes
 
+    def fill_block(target: Target) -> None:
+        stored = ((piece, piece.offset, piece.kept.shape) for piece in pieces)
+        fill(target, stored, lambda piece, part: files.read(piece.path, name, part))
+
     def read() -> Tensor:
         whole = torch.empty(shape, dtype=dtype)
-        stored = ((piece, piece.offset, piece.kept.shape) for piece in pieces)
-        fill(Target(whole, whole, (0,) * len(shape)), stored, lambda piece, part: files.read(piece.path, name, part))
+        fill_block(Target(whole, whole, (0,) * len(shape)))
         return whole
 
-    return StoredTensor(name, shape, dtype, ", ".join(piece.path.name for piece in pieces), read)
+    return StoredTensor(name, shape, dtype, ", ".join(piece.path.name for piece in pieces), read, fill_block)
 
 
 def _by_dim(blocks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from purestep.state.blocks import Target
 from purestep.state.files.manifest import CheckpointError, is_inside
 
 
@@ -29,6 +30,8 @@ class StoredTensor:
     file: str
     """Where it lies, for messages."""
     reader: Callable[[], Tensor] = field(repr=False, compare=False)
+    filler: Callable[[Target], None] | None = field(default=None, repr=False, compare=False)
+    """Fills a block of it, where less than the whole can be read."""
 
     @property
     def nbytes(self) -> int:
@@ -42,6 +45,18 @@ class StoredTensor:
             CheckpointError: the file does not hold what it promised; names file and tensor.
         """
         return self.reader()
+
+    def fill(self, target: Target) -> None:
+        """Fill a rank's block of the tensor; `target` has the stored dtype. Only what holds the block is read.
+
+        Raises:
+            CheckpointError: the file does not hold what it promised; names file and tensor.
+        """
+        if self.filler is not None:
+            self.filler(target)
+            return
+        lengths = zip(target.offset, target.local.shape, strict=True)
+        target.local.copy_(self.read()[tuple(slice(start, start + length) for start, length in lengths)])
 
 
 class TensorSource(Mapping[str, StoredTensor]):
