@@ -58,6 +58,7 @@ class FSDPEngine(Engine):
         }
         self._bound: dict[str, Tensor | None] = dict.fromkeys(self.params)
         self._whole: dict[str, Tensor] = {}  # the ignored parameters, while they are differentiated
+        self._asked: Any = None  # a message on its way, whose answer is not needed
         self._root: FSDPModule = model  # type: ignore[assignment]
         store = torch.distributed.distributed_c10d._get_default_store()
         prefixed = torch.distributed.PrefixStore(f"purestep/lockstep/{next(_engines)}", store)
@@ -92,6 +93,9 @@ class FSDPEngine(Engine):
         for group in itertools.chain(*self._groups.values()):
             group.used.clear()
             group.pending = False
+        if self._asked is not None:
+            self._asked.wait()
+            self._asked = None
         self._entered = False
         self._lockstep.begin((grad, self._train))
         try:
@@ -127,14 +131,24 @@ class FSDPEngine(Engine):
     def gradients(self) -> dict[str, Tensor]:
         used = {name for groups in self._groups.values() for group in groups for name in group.used}
         used |= {name for name, leaf in self._whole.items() if leaf.grad is not None}
-        # A parameter that some ranks used has the mean with zeros for the others; one that none did has no gradient.
-        flags = torch.tensor([float(name in used) for name in self.trainable], device=self.runtime.device)
-        anywhere = self.runtime.all_reduce(flags, op="max").tolist()
-        used = {name for name, flag in zip(self.trainable, anywhere, strict=True) if flag}
+        used = self._used_anywhere(used)
         sharded = _fsdp.take_gradients(self.params.items())
         whole = self._mean_of_whole([name for name in self._whole if name in used])
         found = {**sharded, **whole}
         return {name: found[name] for name in self.trainable if name in used}
+
+    def _used_anywhere(self, used: set[str]) -> set[str]:
+        """Of the trainable parameters, those that some rank used; `used` is what this one did.
+
+        One that some ranks used has the mean with zeros for the others as its gradient; one that none did has none.
+        """
+        flags = torch.tensor([float(name in used) for name in self.trainable], device=self.runtime.device)
+        work = torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, async_op=True)
+        if len(used) == len(self.trainable):  # the others cannot add to that: no need to wait for them here
+            self._asked = work
+            return used
+        work.wait()
+        return {name for name, flag in zip(self.trainable, flags.tolist(), strict=True) if flag}
 
     def abstract_params(self) -> dict[str, Tensor]:
         whole = super().abstract_params()
