@@ -142,7 +142,7 @@ def _value_of(
 
 def _forward_mode(function: Callable[[Params], Any], at: Params, along: Params) -> Any:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's own, on its first use
+        warnings.filterwarnings("ignore", ".*torch.jit.script")  # torch's own, on its first use
         return torch.func.jvp(function, (at,), (dict(along),))
 
 

@@ -80,7 +80,7 @@ def wrap_units(model: nn.Module, plan: Plan, *, compile_mode: str = "default") -
 
 def _compiled(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's own, on its first import
+        warnings.filterwarnings("ignore", ".*torch.jit.script")  # torch's own, on its first import
         return torch.compile(forward, mode=mode)
 
 
