@@ -130,7 +130,7 @@ def test_a_rank_reads_and_holds_its_shards_and_little_more(topology, source, tmp
         assert found["shards"] == total // topology[1]
         assert stored // topology[1] <= found["read"] < stored // topology[1] + (1 << 20), (rank, found)
         # Beside the shards 1 MiB of a file, or twice that where two are compared, and what casting them takes.
-        assert found["shards"] <= found["peak"] < found["shards"] + (16 << 20), (rank, found)
+        assert found["shards"] <= found["peak"] < found["shards"] + (24 << 20), (rank, found)  # far from the whole
 
 
 # All ranks or none
